@@ -315,45 +315,64 @@ def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if tall else X
 
 
-class Fp8Linear(torch.autograd.Function):
-    """x [T, K] @ w [V, K]^T in fp8 with constant scales: e4m3 forward, e5m2 gradient. Reference: F.linear."""
-
-    @staticmethod
-    def forward(ctx, x, w, x_scale, w_scale, grad_scale):
-        x8, w8 = (x * x_scale).to(torch.float8_e4m3fn), (w * w_scale).to(torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, w8)
-        ctx.scales = x_scale, w_scale, grad_scale
-        return Fp8Linear.multiply(x8, w8.t(), x_scale, w_scale, torch.bfloat16, True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x8, w8 = ctx.saved_tensors
-        x_scale, w_scale, grad_scale = ctx.scales
-        g8 = (grad * grad_scale).to(torch.float8_e5m2)
-        # The hardware multiplies row-major by column-major only, hence the two transposed copies.
-        dx = Fp8Linear.multiply(g8, w8.t().contiguous().t(), grad_scale, w_scale, torch.bfloat16, False)
-        dw = Fp8Linear.multiply(g8.t().contiguous(), x8.t().contiguous().t(), grad_scale, x_scale, torch.bfloat16, False)
-        return dx, dw, None, None, None
-
-    @staticmethod
-    def multiply(a8, b8, a_scale, b_scale, dtype, fast):
-        inverse = a8.new_tensor(1 / a_scale, dtype=torch.float32), a8.new_tensor(1 / b_scale, dtype=torch.float32)
-        return torch._scaled_mm(a8, b8, scale_a=inverse[0], scale_b=inverse[1], out_dtype=dtype, use_fast_accum=fast)
-
-
 def softcapped_cross_entropy(logits: Tensor, targets: Tensor, softcap: float) -> Tensor:
     """Sum of cross-entropies in fp32. logits [T, V]; targets [T], negative ones are left out. -> scalar.
 
-    2s * sigmoid(2z / s) = s * tanh(z / s) + s: the same softmax as the tanh form (Gemma 2) at one operation less.
+    2s sigmoid(2z / s) = s tanh(z / s) + s: the same softmax as the tanh form (Gemma 2) at one operation less.
     """
     z = 2 * softcap * torch.sigmoid(logits.float() * (2 / softcap))
     return F.cross_entropy(z, targets.long(), ignore_index=-1, reduction="sum")
 
 
-def head_loss(x: Tensor, w: Tensor, targets: Tensor, softcap: float, fp8_grad_scale: float) -> Tensor:
-    """Summed loss of the output head. x [T, K]; w [V, K]; fp8_grad_scale > 0 takes the fp8 matmul."""
-    logits = Fp8Linear.apply(x, w, 2.0, 32.0, fp8_grad_scale) if fp8_grad_scale else F.linear(x, w)
-    return softcapped_cross_entropy(logits, targets, softcap)
+def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
+    """a8 [M, K] row-major times b8 [K, N] column-major, the only layouts the hardware takes, times scale -> bf16."""
+    one, scale = (torch.full((), s, dtype=torch.float32, device=a8.device) for s in (1.0, scale))
+    return torch._scaled_mm(a8, b8, scale_a=scale, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # of the fp8 head: constants, so that no micro-batch sees another scale
+
+
+def head_gradients(x: Tensor, w: Tensor, targets: Tensor, softcap: float, fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss and its gradients by x [T, K] and w [V, K], in one go: no second look at the [T, V] logits.
+
+    z lies in (0, 2s), so exp needs no maximum; d loss / d logit = (softmax - onehot) 4 sigmoid (1 - sigmoid), at most 1.
+    With fp8: e4m3 forward, e5m2 gradient (record 19 of the public race). Reference: softcapped_cross_entropy of F.linear.
+    """
+    if fp8:
+        x8, w8 = (x * X_SCALE).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
+        logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), True)
+    else:
+        logits = F.linear(x, w)
+    half = torch.sigmoid(logits.float() * (2 / softcap))
+    lse = (2 * softcap * half - softcap).exp().sum(1, keepdim=True).log() + softcap
+    counts, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
+    at_target = 2 * softcap * torch.sigmoid(logits.gather(1, targets.long()).float() * (2 / softcap))
+    loss = ((lse - at_target) * counts).sum()
+    onehot = torch.arange(w.size(0), device=w.device, dtype=targets.dtype) == targets
+    grad = ((2 * softcap * half - lse).exp() - onehot.float()) * (4 * half * (1 - half)) * counts
+    if not fp8:
+        grad = grad.to(x.dtype)
+        return loss, grad @ w, grad.t() @ x
+    g8 = (grad * G_SCALE).to(torch.float8_e5m2)
+    dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), False)
+    dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), False)
+    return loss, dx, dw
+
+
+class HeadLoss(torch.autograd.Function):
+    """head_gradients as a differentiable scalar; gradients (a compiled head_gradients) does the work in forward."""
+
+    @staticmethod
+    def forward(ctx, x, w, targets, softcap, fp8, gradients):
+        loss, dx, dw = gradients(x, w, targets, softcap, fp8)
+        ctx.save_for_backward(dx, dw)
+        return loss
+
+    @staticmethod
+    def backward(ctx, upstream):
+        dx, dw = ctx.saved_tensors
+        return dx * upstream.to(dx.dtype), dw * upstream.to(dw.dtype), None, None, None, None
 
 
 class Mask(NamedTuple):
@@ -378,19 +397,35 @@ def dense_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
 
 
 def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
-    """The same rule as lists of blocks, built on the device from each block's first and last segment id."""
+    """The same rule as lists of blocks, built on the device without a search, sort or dense mask.
+
+    Segment ids only grow along a row, so everything a block of queries i sees is one run of key blocks [low, i], and
+    what it sees wholly is the run [full_low, i - 1]; likewise for the queries [j, high] that see a block of keys j.
+    """
     first, last = segments_BT[:, ::block], segments_BT[:, block - 1::block]
-    i = torch.arange(first.size(1), device=first.device)
-    back = i[:, None] - i
-    near = (back >= 0) & (back < window_blocks)
-    some = near & (last[:, None, :] >= first[:, :, None])             # ids only grow along a row
-    full = near & (back > 0) & (first[:, None, :] == last[:, :, None])
-    blocks = []
-    for allowed in (some & ~full, full):
-        for sided in (allowed, allowed.mT):
-            order = sided.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-            blocks += [sided.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()]
-    return Mask(segments_BT, blocks=tuple(blocks))
+    n = first.size(1)
+    i = torch.arange(n, device=first.device)
+    farthest, latest = i - window_blocks + 1, i + window_blocks - 1
+
+    def count(condition: Tensor) -> Tensor:
+        return condition.sum(-1, dtype=torch.int32)
+
+    low = torch.maximum(count(last[:, None, :] < first[:, :, None]), farthest).clamp(min=0)
+    full_low = torch.minimum(torch.maximum(count(first[:, None, :] < last[:, :, None]), low), i)
+    high = torch.minimum(count(first[:, None, :] <= last[:, :, None]) - 1, latest)
+    full_high = torch.maximum(torch.minimum(count(last[:, None, :] <= first[:, :, None]) - 1, latest), i)
+    lists = []
+    for num, begin, own in ((full_low - low + 1, low, None),                # partial keys: [low, full_low - 1] and i
+                            (high - full_high + 1, full_high, i),           # partial queries: i and [full_high + 1, high]
+                            (i - full_low, full_low, None),                 # full keys: [full_low, i - 1]
+                            (full_high - i, i + 1, None)):                  # full queries: [i + 1, full_high]
+        which = begin.expand_as(low)[:, :, None] + i
+        if own is not None:
+            which = torch.where(i == 0, own[:, None], which)
+        elif begin is low:
+            which = torch.where(i == num[:, :, None] - 1, i[:, None], which)
+        lists += [num.to(torch.int32)[:, None].contiguous(), which.clamp(max=n - 1).to(torch.int32)[:, None].contiguous()]
+    return Mask(segments_BT, blocks=tuple(lists))
 
 
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
@@ -502,8 +537,10 @@ class Optimizer:
     def __init__(self, groups: list[Group], world: World, compile: bool, dtype: torch.dtype):
         self.world, self.dtype = world, dtype
         self.banks = [Bank(group, world) for group in groups]
-        wrap = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if compile else (lambda f: f)
-        self.muon_update, self.adam_update = wrap(muon_update), wrap(adam_update)
+        self.muon_update, self.adam_update = muon_update, adam_update
+        if compile:                                       # one Adam graph for flat banks of all lengths
+            self.muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
+            self.adam_update = torch.compile(adam_update, dynamic=True, fullgraph=True)
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
@@ -623,15 +660,18 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x <- a x + b x0; x <- x + attention(norm x); x <- x + mlp(norm x)."""
+    """x <- x + s skip; x <- a x + b x0; x <- x + attention(norm x); x <- x + mlp(norm x)."""
 
     def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
         super().__init__()
         self.attention = Attention(c, layer, dtype) if layer.attention else None
         self.mlp = MLP(c, dtype)
         self.mix = nn.Parameter(torch.empty(2))
+        self.skip_weight = None if layer.skip_from is None else nn.Parameter(torch.empty(()))
 
-    def forward(self, x, x0, ve, mask, rotary):
+    def forward(self, x, x0, skip, ve, mask, rotary):
+        if skip is not None:
+            x = x + self.skip_weight * skip
         x = self.mix[0] * x + self.mix[1] * x0
         if self.attention is not None:
             x = x + self.attention(norm(x), ve, mask, rotary)
@@ -649,14 +689,15 @@ class GPT(nn.Module):
         self.value_embeds = nn.ParameterList(
             nn.Parameter(torch.empty(c.padded_vocab, c.num_heads * c.head_dim, dtype=dtype)) for _ in range(c.num_value_tables))
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
-        self.skip_weights = nn.Parameter(torch.empty(c.num_layers // 2))
         self.head = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
-        self.head_loss, self.build_mask = head_loss, block_mask if kernels.flex else dense_mask
+        self.head_gradients, self.cross_entropy = head_gradients, self.plain_loss
+        self.build_mask = block_mask if kernels.flex else dense_mask
         self.rotary: dict[int, tuple[Tensor, Tensor]] = {}      # by row length; not saved
         if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
             for block in self.blocks:
                 block.compile(dynamic=False, fullgraph=True)
-            self.head_loss = torch.compile(head_loss, dynamic=False, fullgraph=True)
+            self.head_gradients = torch.compile(head_gradients, dynamic=False, fullgraph=True)
+            self.cross_entropy = torch.compile(self.plain_loss, dynamic=False, fullgraph=True)
             self.build_mask = torch.compile(self.build_mask, dynamic=False, fullgraph=True)
 
     def hidden(self, tokens_BT: Tensor, window_blocks: Tensor) -> Tensor:
@@ -667,14 +708,14 @@ class GPT(nn.Module):
         segments = segment_ids(tokens_BT, c.eod_id)
         masks = {"long": self.build_mask(segments, window_blocks, c.block_tokens),
                  "short": self.build_mask(segments, (window_blocks // 2).clamp(min=1), c.block_tokens)}
-        x = x0 = norm(F.embedding(tokens_BT, self.embed))
+        x0 = norm(F.embedding(tokens_BT, self.embed))
+        x = x0.clone()                       # "x is x0" would be a graph of its own
         ves = [F.embedding(tokens_BT, table) for table in self.value_embeds]
-        outputs, skips = [], iter(self.skip_weights.unbind(0))
+        outputs = []
         for layer, block in zip(self.table, self.blocks):
-            if layer.skip_from is not None:
-                x = x + next(skips) * outputs[layer.skip_from]
+            skip = None if layer.skip_from is None else outputs[layer.skip_from]
             ve = None if layer.value_table is None else ves[layer.value_table]
-            x = block(x, x0, ve, masks.get(layer.attention), self.rotary[T])
+            x = block(x, x0, skip, ve, masks.get(layer.attention), self.rotary[T])
             outputs.append(x)
         return norm(x)
 
@@ -683,17 +724,23 @@ class GPT(nn.Module):
         if targets_BT is None:
             logits = F.linear(x, self.head).float()
             return self.config.softcap * torch.tanh(logits / self.config.softcap)
-        # Loss gradients are at most 1 / batch_tokens; 2^13 of headroom keeps them inside e5m2.
-        grad_scale = 8192.0 * self.config.batch_tokens if self.kernels.fp8 and self.training else 0.0
-        return self.head_loss(x.flatten(0, 1), self.head, targets_BT.flatten(), self.config.softcap, grad_scale)
+        x, targets = x.flatten(0, 1), targets_BT.flatten()
+        if self.training and self.kernels.compile:
+            return HeadLoss.apply(x, self.head, targets, self.config.softcap, self.kernels.fp8, self.head_gradients)
+        return self.cross_entropy(x, targets)
+
+    def plain_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Reference of the head: [T, E] -> summed loss. Also what validation uses."""
+        return softcapped_cross_entropy(F.linear(x, self.head), targets, self.config.softcap)
 
 
 class Family(NamedTuple):
-    """One row of the parameter table: which names, how they begin, how they learn."""
+    """One row of the parameter table: which names, how they begin, how they learn. Rows of one bank share its rule."""
 
     name: str
     pattern: str
     init: Callable[[Tensor], object]
+    bank: str
     kind: str
     lr: float
 
@@ -705,22 +752,22 @@ def fan_in_uniform(w: Tensor) -> None:
 
 
 def constant(*values: float) -> Callable[[Tensor], object]:
-    return lambda w: w.copy_(torch.tensor(values[:w.numel()] if len(values) > 1 else values * w.numel()))
+    return lambda w: w.copy_(torch.tensor(values if len(values) > 1 else values * w.numel()).view(w.shape))
 
 
 def families(c: Config) -> list[Family]:
     return [
-        #      name             pattern                        init              kind    lr
-        Family("embed",         r"embed",                      Tensor.normal_,   "adam", c.lr_embed),
-        Family("value_embeds",  r"value_embeds\.\d+",          Tensor.normal_,   "adam", c.lr_embed),
-        Family("head",          r"head",                       Tensor.zero_,     "adam", c.lr_head),
-        Family("block_mix",     r"blocks\.\d+\.mix",           constant(1., 0.), "adam", c.lr_scalar),
-        Family("value_mix",     r".*\.value_mix",              constant(0.5),    "adam", c.lr_scalar),
-        Family("skip_weights",  r"skip_weights",               constant(1.),     "adam", c.lr_scalar),
-        Family("qkv",           r".*\.attention\.qkv",         fan_in_uniform,   "muon", c.lr_matrix),
-        Family("attention_out", r".*\.attention\.out",         Tensor.zero_,     "muon", c.lr_matrix),
-        Family("mlp_up",        r".*\.mlp\.up",                fan_in_uniform,   "muon", c.lr_matrix),
-        Family("mlp_down",      r".*\.mlp\.down",              Tensor.zero_,     "muon", c.lr_matrix),
+        #      name             pattern                         init              bank            kind    lr
+        Family("embed",         r"embed",                       Tensor.normal_,   "embed",        "adam", c.lr_embed),
+        Family("value_embeds",  r"value_embeds\.\d+",           Tensor.normal_,   "value_embeds", "adam", c.lr_embed),
+        Family("head",          r"head",                        Tensor.zero_,     "head",         "adam", c.lr_head),
+        Family("block_mix",     r"blocks\.\d+\.mix",           constant(1., 0.), "scalars",      "adam", c.lr_scalar),
+        Family("value_mix",     r".*\.value_mix",               constant(0.5),    "scalars",      "adam", c.lr_scalar),
+        Family("skip_weight",   r"blocks\.\d+\.skip_weight",   constant(1.),     "scalars",      "adam", c.lr_scalar),
+        Family("qkv",           r".*\.attention\.qkv",          fan_in_uniform,   "attention",    "muon", c.lr_matrix),
+        Family("attention_out", r".*\.attention\.out",          Tensor.zero_,     "attention",    "muon", c.lr_matrix),
+        Family("mlp_up",        r".*\.mlp\.up",                 fan_in_uniform,   "mlp_up",       "muon", c.lr_matrix),
+        Family("mlp_down",      r".*\.mlp\.down",               Tensor.zero_,     "mlp_down",     "muon", c.lr_matrix),
     ]
 
 
@@ -744,8 +791,11 @@ def init_weights(c: Config, model: nn.Module) -> None:
 
 def param_groups(c: Config, model: nn.Module) -> list[Group]:
     """The split Adam groups and the Muon groups, in the order in which their gradients are reduced."""
-    return [Group(family.name, family.kind, params, family.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps)
-            for family, params in claimed(c, model)]
+    groups: dict[str, Group] = {}
+    for family, params in claimed(c, model):
+        rule = (family.bank, family.kind, {}, family.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps)
+        groups.setdefault(family.bank, Group(*rule)).params.update(params)
+    return list(groups.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1333,7 +1383,7 @@ def evaluate(run: Run, step: int, leave_out: int = -1) -> float:
     return float(totals[0] / totals[1])
 
 
-def warmup(run: Run) -> None:
+def warmup(run: Run, log: RunLog) -> None:
     """Compile and run every shape of the schedule on random tokens, then restore every byte of state."""
     c, device = run.config, run.world.device
     tensors = run.optimizer.tensors()
@@ -1346,6 +1396,7 @@ def warmup(run: Run) -> None:
         tokens = torch.randint(0, c.vocab_size, (num_rows // run.world.size, c.row_tokens), generator=generator, dtype=torch.int32)
         for _ in range(2):
             train_step(run, step, Batch(tokens, tokens, run.position))
+            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     with torch.no_grad():
         run.model.eval()
         tokens = tokens.flatten()[:1].expand(1, c.val_row_tokens).contiguous().to(device)
@@ -1470,7 +1521,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     log.event(f"note: {world.size} x {world.device.type}, {sum(p.numel() for p in run.model.parameters()):,} parameters, "
               + ", ".join(f"{k}={v}" for k, v in run.kernels._asdict().items()))
     if world.is_cuda:
-        warmup(run)
+        warmup(run, log)
     progress = Progress(run, log, clock)
     plan = [(rows_at(c, step), stage_at(c, step)[0].max_doc_tokens) for step in range(c.num_steps)]
     loader = batches(Planner(run.train_stream, c.eod_id), plan, c.row_tokens, world.rank, world.size, world.is_cuda)
