@@ -86,13 +86,13 @@ installed() {
 use_venv() {
     local why=$1 file reason installer
     shift
-    [ $# -gt 0 ] || set -- requirements.txt
     python=$root/.venv/bin/python
     if [ -d .venv ] && [ ! -f .venv/made-by-run.sh ]; then  # somebody else's: use it if it will do, never change it
         reason=$(why_not "$python" "$@")
         [ -z "$reason" ] || die ".venv $reason and run.sh did not make it: complete it, or move it away and run again"
         return
     fi
+    [ $# -gt 0 ] || set -- requirements.txt
     if installed "$@"; then return; fi
     if [ -f .venv/made-by-run.sh ]; then
         installer=$(<.venv/made-by-run.sh)

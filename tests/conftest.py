@@ -1,0 +1,44 @@
+"""What all tests share: the module under test (`tg`), small shards, ranks, and which tests run where."""
+import pytest
+
+try:
+    import torch
+except Exception as error:  # one readable line instead of a traceback per test file
+    pytest.exit(f"torch does not import here: {type(error).__name__}: {error}", returncode=2)
+
+import rank_helpers
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_configure(config):
+    torch.set_num_threads(1)  # waiting threads spin: two per process on a busy machine are many times slower than one
+
+
+def pytest_report_header(config):
+    return f"file under test: {rank_helpers.train_gpt_path()}, torch {torch.__version__}"
+
+
+def pytest_collection_modifyitems(config, items):
+    no_gpu = pytest.mark.skip(reason="needs a GPU")
+    too_slow = pytest.mark.skip(reason="slow: run with --all")
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        if "gpu" in item.keywords and not has_gpu:
+            item.add_marker(no_gpu)
+        if "slow" in item.keywords and not config.getoption("--all"):
+            item.add_marker(too_slow)
+
+
+@pytest.fixture(scope="session")
+def tg():
+    """The training script as a module: $TRAIN_GPT, else train_gpt.py of this repository."""
+    return rank_helpers.load_train_gpt()
+
+
+@pytest.fixture(scope="session")
+def run_ranks():
+    """rank_helpers.run_ranks: call a module-level function as N gloo ranks, get the list of results."""
+    return rank_helpers.run_ranks
