@@ -3,8 +3,8 @@ import pytest
 
 try:
     import torch
-except Exception as error:  # one readable line instead of a traceback per test file
-    pytest.exit(f"torch does not import here: {type(error).__name__}: {error}", returncode=2)
+except Exception as error:
+    torch, torch_fault = None, f"{type(error).__name__}: {error}"
 
 import rank_helpers
 
@@ -14,6 +14,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if torch is None:  # one readable line instead of a traceback per test file
+        raise pytest.UsageError(f"torch does not import here: {torch_fault}")
     torch.set_num_threads(1)  # waiting threads spin: two per process on a busy machine are many times slower than one
 
 
