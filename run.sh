@@ -10,6 +10,7 @@ usage() {
         "" \
         "With GPUs it trains the record on FineWeb, fetching the shards first; without, the demo on built-in text." \
         "Given --preset or --train_files it passes everything through. Paths in options start at the repository." \
+        "Keys and defaults: python train_gpt.py --help" \
         "Environment: PYTHON=interpreter to use   NPROC=processes to start   TRAIN_GPT=script that the tests examine"
 }
 
@@ -222,7 +223,7 @@ has_shards() {
 }
 
 run_training() {
-    local script=$root/train_gpt.py argument demo="" survey_result gpus cores processes status=0 data_named=""
+    local script=$root/train_gpt.py argument demo="" survey_result gpus cores processes status=0 data_named="" reason
     if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
         script=$1
         if [ "${script#/}" = "$script" ]; then
@@ -263,6 +264,12 @@ run_training() {
     fi
     if [ -n "$demo" ]; then
         if [ ! -f data/builtin/dataset.json ]; then
+            # The trainer needs torch alone, making the text needs numpy as well.
+            reason=$(why_not "$python" <(echo numpy))
+            if [ -n "$reason" ]; then
+                [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON $reason, which data/text.py needs: install it there"
+                use_venv "$python $reason"
+            fi
             "$python" data/text.py --builtin --tokenizer=bytes --out=data/builtin || exit $?
         fi
         processes=${NPROC:-1}

@@ -1,4 +1,7 @@
 """What all tests share: the module under test (`tg`), small shards, ranks, and which tests run where."""
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
 
 try:
@@ -44,3 +47,27 @@ def tg():
 def run_ranks():
     """rank_helpers.run_ranks: call a module-level function as N gloo ranks, get the list of results."""
     return rank_helpers.run_ranks
+
+
+class TinyShards(NamedTuple):
+    """A folder with two training shards of 5,000 tokens, a validation shard of 10,001, and patterns that find them."""
+    folder: Path
+    train_files: str
+    val_files: str
+
+    @property
+    def overrides(self):
+        """The two options that point the script at them."""
+        return [f"--train_files={self.train_files}", f"--val_files={self.val_files}"]
+
+
+@pytest.fixture
+def tiny_shards(tmp_path):
+    """TRAIN_A, TRAIN_B and VAL_10001 of shard_helpers, in a folder of their own."""
+    from shard_helpers import put_shard
+    folder = tmp_path / "tiny_shards"
+    folder.mkdir()
+    put_shard(folder, "TRAIN_A", "fineweb_train_000001.bin")
+    put_shard(folder, "TRAIN_B", "fineweb_train_000002.bin")
+    put_shard(folder, "VAL_10001", "fineweb_val_000000.bin")
+    return TinyShards(folder, str(folder / "fineweb_train_*.bin"), str(folder / "fineweb_val_*.bin"))

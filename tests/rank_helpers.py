@@ -13,7 +13,7 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
-import socket
+import signal
 import sys
 import tempfile
 import time
@@ -55,25 +55,26 @@ def run_ranks(world_size, fn, *args, timeout_s=120.0):
     """Call `fn(rank, world_size, *args)` in `world_size` processes and return the list of their results.
 
     `fn` is a module-level function, or its name as "module:function". Each process sees the variables that torchrun
-    would set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and one torch thread; it has no
-    process group until `fn` makes one. Raises RuntimeError with every rank's traceback when a rank raises, dies or is
-    not back within `timeout_s` (then with the place where each of them was).
+    would set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and those of its store) and has
+    one torch thread, but no process group until `fn` makes one. Raises RuntimeError with the traceback of every rank
+    that raised, when one raises, dies or is not back within `timeout_s` (then with the place where it was).
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    from torch.distributed import TCPStore
+    # As under torchrun, the store lives in the parent, on a port that it holds: no race for a free one.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         stacks = [os.path.join(folder, f"stack{rank}") for rank in range(world_size)]
         processes, receivers = [], []
         for rank in range(world_size):
             environment = {
                 "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
                 "TRAIN_GPT": str(train_gpt_path()),
             }
             receiver, sender = _context.Pipe(duplex=False)
             process = _context.Process(target=_child, daemon=True,
-                                       args=(sender, stacks[rank], timeout_s, environment, rank, world_size, fn, args))
+                                       args=(sender, stacks[rank], environment, rank, world_size, fn, args))
             process.start()
             sender.close()
             processes.append(process)
@@ -101,11 +102,13 @@ def _collect(processes, receivers, stacks, timeout_s):
     while pending:
         ready = wait(list(pending), max(0.0, end - time.monotonic()))
         if not ready:
+            why = "was ended because another rank had failed" if faults else f"was not back after {timeout_s:g} s"
+            for rank in pending.values():
+                os.kill(processes[rank].pid, signal.SIGUSR1)  # faulthandler writes where the process is
+            time.sleep(0.3)
             for rank in pending.values():
                 place = Path(stacks[rank])
-                where = place.read_text() if place.exists() else ""
-                why = "was ended because another rank had failed" if faults else f"was not back after {timeout_s:g} s"
-                faults[rank] = f"{why}\n{where}"
+                faults[rank] = f"{why}\n{place.read_text() if place.exists() else ''}"
             break
         for receiver in ready:
             rank = pending.pop(receiver)
@@ -124,12 +127,12 @@ def _collect(processes, receivers, stacks, timeout_s):
     return results, faults
 
 
-def _child(sender, stack_file, timeout_s, environment, rank, world_size, fn, args):
+def _child(sender, stack_file, environment, rank, world_size, fn, args):
     os.environ.update(environment)
     import torch
     torch.set_num_threads(1)
     with open(stack_file, "w") as stack:
-        faulthandler.dump_traceback_later(max(0.1, timeout_s - 0.5), file=stack)
+        faulthandler.register(signal.SIGUSR1, file=stack)
         try:
             if isinstance(fn, str):
                 module_name, function_name = fn.split(":")
@@ -140,6 +143,6 @@ def _child(sender, stack_file, timeout_s, environment, rank, world_size, fn, arg
             answer = pickle.dumps((False, traceback.format_exc()))
         sender.send_bytes(answer)
         sender.close()
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR1)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

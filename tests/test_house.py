@@ -51,6 +51,7 @@ class House:
         self.environment = {"PATH": str(self.bin), "PYTHONPATH": str(self.packages), "FAKE_LOG": str(self.log),
                             "HOME": str(folder), "FAKE_GPUS": "0"}
         self.python("python3")
+        self.package("numpy", "2.4.6")
 
     def python(self, name, version=None, lacks="nothing_at_all"):
         """Put an interpreter on the PATH: of another version, or lacking a module; its `-m venv` makes a fake .venv."""
@@ -180,6 +181,17 @@ def test_without_shards_and_network_it_says_so_and_trains_the_demo_on_the_gpu(ho
     result = house.run()
     assert result.stdout.splitlines()[-1] == "train_gpt.py ['--preset=demo'] OMP=-"
     assert "fineweb_train_*.bin" in result.stderr and "cached_fineweb10B.py 9" in result.stderr
+
+
+def test_a_python_without_numpy_trains_but_makes_no_text(house):
+    house.torch()
+    shutil.rmtree(house.packages / "numpy-2.4.6.dist-info")
+    assert house.run("--preset=tiny").returncode == 0
+    assert "lacks numpy, which data/text.py needs" in complaint(house.run(PYTHON="python3"))
+    assert not house.log.exists()
+    result = house.run()
+    assert "python3 lacks numpy: using .venv" in result.stderr and result.stdout.count("train_gpt.py") == 1
+    assert house.log.read_text() == "pip\n"
 
 
 def test_an_interrupted_download_ends_the_run(house):
@@ -359,7 +371,7 @@ def add_test_tools(house, ruff=0, pytest_code=0):
     for file in ("requirements.txt", "requirements-dev.txt"):
         for line in (house.root / file).read_text().splitlines():
             name = line.split("#")[0].split("==")[0].strip()
-            if name and name not in ("torch", "ruff", "pytest"):
+            if name and name not in ("torch", "numpy", "ruff", "pytest"):
                 house.package(name, "1.0")
     for name, code in (("ruff", ruff), ("pytest", pytest_code)):
         house.package(name, "1.0", [("__main__.py", STUB.format(name=name) + f"sys.exit({code})\n")])
@@ -436,12 +448,12 @@ def test_ranks_share_a_process_group_and_return_their_results():
 
 def test_a_failing_rank_shows_its_traceback_and_ends_the_others(monkeypatch):
     monkeypatch.setattr("rank_helpers.GRACE_S", 0.5)
-    with pytest.raises(RuntimeError, match="(?s)rank 0 of 2 was ended.*rank 1 of 2 raised.*a fault of rank one"):
+    with pytest.raises(RuntimeError, match="(?s)rank 0.*was ended.*in fail_on_rank_1.*rank 1.*raised.*of rank one"):
         run_ranks(2, fail_on_rank_1)
     with pytest.raises(RuntimeError, match=r"rank 0 of 2 died without a word \(exit code 7\)"):
         run_ranks(2, die_on_rank_0)
 
 
 def test_a_hanging_rank_is_ended_and_says_where_it_was():
-    with pytest.raises(RuntimeError, match="(?s)was not back after 1.5 s.*sleep_long"):
-        run_ranks(1, sleep_long, timeout_s=1.5)
+    with pytest.raises(RuntimeError, match="(?s)was not back after 3 s.*in sleep_long"):
+        run_ranks(1, sleep_long, timeout_s=3)
