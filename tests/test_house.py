@@ -324,6 +324,17 @@ def test_the_venv_is_made_once_and_again_when_the_pins_change(house):
     assert stamp.read_text() == (house.root / "requirements.txt").read_text()
 
 
+def test_a_failed_update_makes_the_venv_anew(house):
+    house.run()
+    with open(house.root / "requirements.txt", "a") as pins:
+        pins.write("another==1.0\n")
+    complaint(house.run(FAKE_PIP="fail"))
+    (house.root / ".venv/half").mkdir()
+    house.run()
+    assert house.log.read_text() == "pip\n" * 3
+    assert not (house.root / ".venv/half").exists()
+
+
 def test_a_failed_installation_is_one_line_and_is_not_taken_as_complete(house):
     message = complaint(house.run(FAKE_PIP="fail"))
     assert "No matching distribution found for torch" in message and "package index" in message
