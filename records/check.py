@@ -48,6 +48,10 @@ _RUNG_NAME = re.compile(r"(?:rung_?)?(\d+)_(\w+)")
 _CLAIM_BLOCK = re.compile(r"^```claim[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
+class NeedsScipy(Exception):
+    """scipy is not installed; the message says how to get it."""
+
+
 class ClaimError(Exception):
     """One readable line about a README whose claim can't be read."""
 
@@ -96,7 +100,7 @@ def _scipy_stats():
     try:
         from scipy import stats
     except ImportError:
-        raise SystemExit("this needs scipy: pip install -r requirements-dev.txt") from None
+        raise NeedsScipy("needs scipy: pip install -r requirements-dev.txt") from None
     return stats
 
 
@@ -593,14 +597,14 @@ def main(argv=None) -> int:
     if options.write_table and options.folders:
         parser.error("--write-table is about all folders: name none")
     folders = [Path(folder) for folder in options.folders] or record_folders()
-    if options.draft:
-        try:
+    try:
+        if options.draft:
             print("\n\n".join(draft_claim(folder) for folder in folders))
-        except LogError as error:
-            print(f"refused: {error}", file=sys.stderr)
-            return 1
-        return 0
-    reports = [check_folder(folder) for folder in folders]
+            return 0
+        reports = [check_folder(folder) for folder in folders]
+    except (LogError, NeedsScipy) as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 1
     refused = sum(bool(report.refusals) for report in reports)
     quiet = options.summary or options.write_table
     for report in reports:
