@@ -64,7 +64,7 @@ def compare_rooms(source_a: str, source_b: str, show_lines: bool = False) -> lis
         found.append(f"  {f'{key}. ' if key else ''}{title}{renamed}{only}: +{plus} -{minus}")
         if show_lines:
             found += [f"      {line}" for line in changed]
-    return [f"source: {rooms} room{"" if rooms == 1 else "s"} differ, +{total[0]} -{total[1]} lines "
+    return [f"source: {rooms} room{'' if rooms == 1 else 's'} differ, +{total[0]} -{total[1]} lines "
             f"({len(source_a.splitlines())} -> {len(source_b.splitlines())})", *found]
 
 
