@@ -92,7 +92,8 @@ class Log:
 
     @property
     def target_loss(self) -> float | None:
-        return self.config.get("target_loss")
+        """The loss to reach, nats per token; None for a run that just runs to its end (0 in its configuration)."""
+        return self.config.get("target_loss") or None
 
     @property
     def hardware(self) -> str:

@@ -58,10 +58,10 @@ def key_of(argument: str) -> str:
 
 
 def arguments_of(log: Log, further: list[str]) -> list[str]:
-    """The command line arguments of the logged run: its preset and its overrides as they were typed where the header's
-    argv has them; `further` arguments win over them."""
+    """The command line arguments of the logged run: its preset, also where that was the default of the machine, and its
+    overrides as they were typed where the header's argv has them; `further` arguments win over them."""
     typed = {key_of(item): item for item in map(str, log.header["argv"]) if item.startswith("--") and "=" in item}
-    given = {"preset": typed["preset"]} if "preset" in typed else {}
+    given = {"preset": f"--preset={log.config['preset']}"} if "preset" in log.config else {}
     given |= {key: typed.get(key, f"--{key}={value}") for key, value in log.header["overrides"].items()}
     new = {key_of(item) for item in further}
     return [item for key, item in given.items() if key not in new and key not in NOT_REPLAYED] + further

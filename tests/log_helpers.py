@@ -25,7 +25,7 @@ VAL_PRINT = "aaaabbbbccccdddd"
 
 def header_for(seed=1, source=SOURCE, **changes) -> dict:
     """A header as the trainer writes it; `changes` replace whole keys, config_<key>= single configuration values."""
-    config = dict(name="sprint", target_loss=3.48, batch_tokens=524288, num_steps=40, val_tokens=2097152, seed=seed)
+    config = dict(preset="sprint", target_loss=3.48, batch_tokens=524288, num_steps=40, val_tokens=2097152, seed=seed)
     config |= {key.removeprefix("config_"): changes.pop(key) for key in list(changes) if key.startswith("config_")}
     files = [dict(file="train_000001.bin", bytes=200001024, tokens=100000000, fingerprint="1111222233334444")]
     val_files = [dict(file="val_000000.bin", bytes=20001024, tokens=10000000, fingerprint=VAL_PRINT)]
