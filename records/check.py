@@ -34,6 +34,7 @@ MAX_LOG_BYTES = 300_000
 MIN_RECORD_RUNS = 6
 MAX_P = 0.01
 NOT_A_RECORD = "not a record claim"
+UNNAMED = "NAME THE DATA SET"
 CLAIM_KEYS = {   # kind: (required keys, further allowed keys)
     "record": ({"kind", "time_s", "val_loss", "n", "target", "p", "hardware", "data", "ratio"}, set()),
     "run": ({"kind", "time_s", "val_loss", "n", "hardware", "data"}, {"target", "p", "ratio"}),
@@ -354,6 +355,8 @@ def _exact_refusals(claim: dict, logs, counted: int) -> list[str]:
                      f"README.md says n {claim['n']}, the folder holds {counted}")
     if claim["hardware"] != logs[0].hardware:
         found.append(f"README.md says hardware {claim['hardware']}, the logs say {logs[0].hardware}")
+    if UNNAMED in claim["data"]:
+        found.append("README.md: name the data set in the claim's data")
     for mark, _ in logs[0].data_identity("val"):
         if str(mark) not in claim["data"]:
             found.append(f"README.md's data ({claim['data']}) does not name the validation fingerprint {mark}")
@@ -512,7 +515,7 @@ def _check_ladder(report: Report, claim: dict) -> None:
         report.lines.append(
             f"rung {rung.number} {rung.title}: n {len(rung.logs)}, loss {rung.val_loss:.4f} at "
             f"{result.get('tokens_trained')} tokens, target {target}: {reached}; "
-            f"{result.get('step_avg_ms', math.nan):.1f} ms a step, {result.get('peak_memory_mib')} MiB, "
+            f"{result.get('step_avg_ms') or math.nan:.1f} ms a step, {result.get('peak_memory_mib') or '?'} MiB, "
             f"source {rung.logs[0].source_sha256[:12]}")
         measured[f"rung_{rung.number}_loss"] = rung.val_loss
         measured[f"rung_{rung.number}_s"] = math.nan if seconds[rung.number] is None else seconds[rung.number]
@@ -545,7 +548,7 @@ def draft_claim(folder) -> str:
     ladder = len(rungs) > 1 and len({rung.number for rung in rungs}) == len(rungs)
     first = rungs[0].logs[0] if ladder else logs[0] if logs else rungs[0].logs[0]
     prints = " + ".join(str(mark) for mark, _ in first.data_identity("val"))
-    lines = [f"hardware: {first.hardware}", f"data: NAME THE DATA SET, val {prints}"]
+    lines = [f"hardware: {first.hardware}", f"data: {UNNAMED}, val {prints}"]
     if ladder:
         target = first.target_loss
         lines = ["kind: ladder", f"n: {len(rungs)}", f"target: {target}", *lines]
@@ -580,10 +583,19 @@ def summary(reports) -> str:
 
 
 def table_in(readme: str) -> str:
-    """The table between the markers of records/README.md. Raises ValueError when the markers are not there once."""
+    """The table between the markers of records/README.md. Raises ClaimError when the markers are not there once."""
     if readme.count(TABLE_BEGIN) != 1 or readme.count(TABLE_END) != 1:
-        raise ValueError("records/README.md: the table's markers are not there exactly once")
+        raise ClaimError("records/README.md: the table's markers are not there exactly once")
     return readme.split(TABLE_BEGIN)[1].split(TABLE_END)[0].strip("\n")
+
+
+def write_table(table: str) -> None:
+    """Put the table between the markers of records/README.md. Raises ClaimError when they are not there once."""
+    path = RECORDS / "README.md"
+    text = path.read_text(encoding="utf-8")
+    table_in(text)
+    before, after = text.split(TABLE_BEGIN)[0], text.split(TABLE_END)[1]
+    path.write_text(f"{before}{TABLE_BEGIN}\n{table}\n{TABLE_END}{after}", encoding="utf-8")
 
 
 def main(argv=None) -> int:
@@ -602,28 +614,23 @@ def main(argv=None) -> int:
             print("\n\n".join(draft_claim(folder) for folder in folders))
             return 0
         reports = [check_folder(folder) for folder in folders]
-    except (LogError, NeedsScipy) as error:
+        if options.write_table:
+            write_table(summary(reports))
+    except (LogError, ClaimError, NeedsScipy) as error:
         print(f"check: {error}", file=sys.stderr)
         return 1
-    refused = sum(bool(report.refusals) for report in reports)
-    quiet = options.summary or options.write_table
+    short = options.summary or options.write_table
     for report in reports:
-        stream = sys.stderr if quiet else sys.stdout
-        if not quiet:
-            print(f"{report.folder.name} ({report.kind})")
-            print("".join(f"  {line}\n" for line in report.lines + [f"note: {note}" for note in report.notes]), end="")
-        for line in report.refusals:
-            print(f"{report.folder.name}: refused: {line}" if quiet else f"  refused: {line}", file=stream)
-    if quiet:
-        table = summary(reports)
-        if options.write_table:
-            path = RECORDS / "README.md"
-            text = path.read_text(encoding="utf-8")
-            path.write_text(text.replace(table_in(text), table), encoding="utf-8")
+        if short:
+            print("".join(f"{report.folder.name}: refused: {line}\n" for line in report.refusals), end="", file=sys.stderr)
         else:
-            print(table)
-    else:
-        print(f"{len(reports)} folders checked, {refused} refused")
+            print(f"{report.folder.name} ({report.kind})")
+            for line in report.lines + [f"note: {note}" for note in report.notes]:
+                print(f"  {line}")
+            for line in report.refusals:
+                print(f"  refused: {line}")
+    refused = sum(bool(report.refusals) for report in reports)
+    print(summary(reports) if short else f"folders checked: {len(reports)}, refused: {refused}")
     return 1 if refused else 0
 
 

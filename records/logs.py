@@ -236,15 +236,28 @@ def _parse_header(path: Path, head: list[str]) -> dict:
     for key, kind in (("config", dict), ("overrides", dict), ("devices", list), ("data", dict), ("argv", list)):
         if not isinstance(header[key], kind):
             raise LogError(f"{path.name}: header's {key} is not a {kind.__name__}")
+    for name, value in (("seed", header["seed"]), ("world_size", header["world_size"])):
+        if not isinstance(value, int):
+            raise LogError(f"{path.name}: header's {name} is not a whole number")
+    _need_numbers(path.name, header["config"], ("target_loss", "batch_tokens", "val_tokens"))
     for split in ("train", "val"):
         try:
             files = header["data"][split]["files"]
-            complete = all("fingerprint" in entry and "tokens" in entry for entry in files)
+            complete = all(isinstance(entry["fingerprint"], str) and isinstance(entry["tokens"], int)
+                           for entry in files)
         except (KeyError, TypeError):
             complete = False
         if not complete:
-            raise LogError(f"{path.name}: header's data.{split}.files lacks fingerprint or tokens")
+            raise LogError(f"{path.name}: header's data.{split}.files lacks fingerprints or tokens")
     return header
+
+
+def _need_numbers(where: str, values: dict, optional=(), required=()) -> None:
+    """Raises LogError unless the required values are numbers and the optional ones are numbers, null or absent."""
+    for key in (*required, *optional):
+        value = values.get(key)
+        if not isinstance(value, (int, float)) and (value is not None or key in required):
+            raise LogError(f"{where}: {key} is not a number")
 
 
 def _parse_events(path: Path, lines: list[str], first_line: int, cut: bool) -> dict:
@@ -271,9 +284,9 @@ def _parse_events(path: Path, lines: list[str], first_line: int, cut: bool) -> d
                 result = json.loads(line.split(":", 1)[1])
                 if not isinstance(result, dict) or not isinstance(result.get("status"), str):
                     raise LogError(f"{where}: result line has no status")
-                for key in ("step", "num_steps", "train_time_ms"):
-                    if not isinstance(result.get(key), (int, float)):
-                        raise LogError(f"{where}: result line has no number for {key}")
+                _need_numbers(f"{where} (result)", result, required=("step", "num_steps", "train_time_ms"),
+                              optional=("val_loss", "val_tokens", "tokens_trained", "step_avg_ms", "peak_memory_mib",
+                                        "time_to_first_step_s"))
             else:
                 notes.append(line)
         except (ValueError, TypeError):

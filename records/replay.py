@@ -112,7 +112,6 @@ def main(argv=None) -> int:
               file=sys.stderr)
     command = launch_command(script, wanted, arguments_of(log, further))
     print("replay:", shlex.join(command), flush=True)
-    exit_on_sigterm()
     child = subprocess.Popen(command, cwd=ROOT)
     try:
         code = child.wait()
@@ -124,4 +123,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

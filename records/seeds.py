@@ -215,7 +215,6 @@ def report(arms: list[Arm], seeds: list[int]) -> list[str]:
 
 
 def main(argv=None) -> int:
-    exit_on_sigterm()
     try:
         arms, seeds, slots, num_ranks = plan(sys.argv[1:] if argv is None else list(argv))
         for arm in arms:
@@ -246,4 +245,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())
