@@ -622,7 +622,8 @@ def main(argv=None) -> int:
     short = options.summary or options.write_table
     for report in reports:
         if short:
-            print("".join(f"{report.folder.name}: refused: {line}\n" for line in report.refusals), end="", file=sys.stderr)
+            for line in report.refusals:
+                print(f"{report.folder.name}: refused: {line}", file=sys.stderr)
         else:
             print(f"{report.folder.name} ({report.kind})")
             for line in report.lines + [f"note: {note}" for note in report.notes]:

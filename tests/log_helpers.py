@@ -23,7 +23,7 @@ def kernel(x):
 VAL_PRINT = "aaaabbbbccccdddd"
 
 
-def header_for(seed=1, source=SOURCE, **changes) -> dict:
+def header_for(seed=1, source=SOURCE, /, **changes) -> dict:
     """A header as the trainer writes it; `changes` replace whole keys, config_<key>= single configuration values."""
     config = dict(preset="sprint", target_loss=3.48, batch_tokens=524288, num_steps=40, val_tokens=2097152, seed=seed)
     config |= {key.removeprefix("config_"): changes.pop(key) for key in list(changes) if key.startswith("config_")}
