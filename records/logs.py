@@ -330,8 +330,9 @@ def logs_in(place) -> tuple[list[Log], list[str]]:
 
 
 def read_places(places) -> list[tuple[str, list[Log]]]:
-    """[(label, logs)] for files and folders; a folder's baseline/ sub-folder follows as a group of its own. Raises
-    LogError when a place holds no log or a broken one."""
+    """[(label, logs)] for files and folders; a folder's baseline/ sub-folder follows as a group of its own, and logs of
+    different sources or configurations in one folder are groups of their own. Raises LogError when a place holds no log
+    or a broken one."""
     groups = []
     for place in map(Path, places):
         subfolders = [place / "baseline"] if (place / "baseline").is_dir() else []
@@ -343,8 +344,11 @@ def read_places(places) -> list[tuple[str, list[Log]]]:
                 raise LogError(f"{place}: no log (*.txt) there")
             name = place.resolve().name if place.is_dir() else place.stem
             label = name if part == place else f"{name}: baseline"
-            if logs:
-                groups.append((label, logs))
+            recipes: dict[tuple, list[Log]] = {}
+            for log in logs:
+                recipes.setdefault(log.recipe, []).append(log)
+            for same in recipes.values():
+                groups.append((label if len(recipes) == 1 else same[0].path.stem, same))
     return groups
 
 

@@ -169,6 +169,7 @@ def test_ratio_interval_is_fiellers():
     (dict(result=dict(status="target_reached", step=30)), "chosen by looking"),
     (dict(result=dict(val_loss=3.40)), "result says val_loss 3.4000"),
     (dict(result=dict(train_time_ms=30000.0)), "result says 30.000 s"),
+    (dict(result=dict(train_time_ms=0)), "its training time is 0.0 s"),
     (dict(result=dict(val_tokens=1000)), "validated on 1000 tokens"),
     (dict(header=dict(source_sha256=hashlib.sha256((SOURCE + "#").encode()).hexdigest()), source=SOURCE + "#\n"),
      "the embedded source has sha256"),
@@ -218,6 +219,19 @@ def test_refused_log_with_a_loss_that_is_not_finite_on_the_way(tmp_path):
     folder = make_record(tmp_path / "record")
     edit_log(folder / "run-1.txt", "step:20/40 train_loss:", "step:20/40 train_loss:nan x:")
     assert "run-1.txt: a loss is not finite (step 20)" in refusals(folder)
+
+
+def test_refused_log_without_its_last_validation(tmp_path):
+    folder = make_record(tmp_path / "record")
+    edit_log(folder / "run-1.txt", "step:40/40 val_loss", "note: 40/40 val_loss")
+    assert refusals(folder) == ["run-1.txt: no validation line at its last step 40"]
+
+
+def test_refused_folder_without_logs(tmp_path):
+    give_readme(make_record(tmp_path / "record"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "record" / "README.md").rename(tmp_path / "empty" / "README.md")
+    assert refusals(tmp_path / "empty") == ["no log (*.txt) of a run"]
 
 
 def test_refused_log_that_is_too_large(tmp_path):
@@ -400,6 +414,28 @@ def test_refused_ladder(tmp_path, change, words):
     assert any(words in line for line in found), found
 
 
+def test_refused_ladder_claims(tmp_path):
+    folder = make_ladder(tmp_path / "ladder")
+    give_readme(folder, target="soon")
+    assert refusals(folder) == ["README.md: target is soon, not a number"]
+    give_readme(folder, target="3.7", n="5")
+    assert refusals(folder) == ["README.md says better than the logs: n 5, the folder holds 4"]
+    (tmp_path / "empty").mkdir()
+    (folder / "README.md").rename(tmp_path / "empty" / "README.md")
+    assert refusals(tmp_path / "empty") == ["no rungs (<number>_<title>.txt or sub-folders)"]
+
+
+def test_refused_ladder_with_mixed_or_doubled_rungs(tmp_path):
+    folder = make_ladder(tmp_path / "ladder")
+    settings = dict(val_loss=3.4, header=dict(config_target_loss=0.0))
+    for seed in (10, 11):
+        write_log(folder / "4_last", seed, source=f"{SOURCE}SEED = {seed}\n", **settings)
+    write_log(folder, 12, source=f"{SOURCE}RUNG = 12\n", **settings).rename(folder / "2_again.txt")
+    found = refusals(folder)
+    assert any("mixed sources in rung 4" in line for line in found), found
+    assert "rung 2 is there 2 times" in found
+
+
 def test_refused_ladder_names_and_sub_folders(tmp_path):
     folder = make_ladder(tmp_path / "ladder")
     (folder / "0_adamw.txt").rename(folder / "adamw.txt")
@@ -509,6 +545,8 @@ def test_plots_are_written(tmp_path, monkeypatch, capsys):
     assert plot.main(["--ladder", str(ladder), "-o", str(tmp_path / "ladder.png")]) == 0
     for name in ("runs.png", "ladder.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert [(label, len(logs)) for label, logs in plot.read_places([folder, ladder])] == [
+        ("record", 6), ("record: baseline", 6), ("0_adamw", 1), ("1_muon", 1), ("2_modern_parts", 1), ("3_untied", 1)]
     figure = plot.draw_runs(plot.read_places([folder]))
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert any(text.startswith("step 11: 3,000 ms, after validation") for text in texts)
