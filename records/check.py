@@ -418,6 +418,9 @@ def _check_runs(report: Report, claim: dict | None) -> None:
         report.lines.append(f"ratio of mean times to the baseline: {point:.4f} {format_interval(low, high, 4)} "
                             "(95%, Fieller with Welch's degrees of freedom)")
         report.notes += _span_notes(logs + baseline)
+        surplus, surely, _ = difference([log.val_loss for log in baseline], losses)
+        if surely > 0:
+            report.notes.append(f"the baseline's loss is lower by {surplus:.4f}: that surplus is part of the ratio")
     report.notes += arm_notes(logs) + [f"baseline: {note}" for note in arm_notes(baseline)]
     if report.kind == "record":
         refuse(_record_refusals(logs, baseline, p, high))
@@ -510,12 +513,13 @@ def _check_ladder(report: Report, claim: dict) -> None:
     seconds = {rung.number: rung.seconds_to(target) for rung in rungs}
     measured = {}
     for rung in rungs:
-        result = rung.logs[0].result or {}
+        results = [log.result or {} for log in rung.logs]
+        step_ms = mean([result.get("step_avg_ms") or math.nan for result in results])
         reached = "does not reach it" if seconds[rung.number] is None else f"{seconds[rung.number]:.1f} s to it"
         report.lines.append(
             f"rung {rung.number} {rung.title}: n {len(rung.logs)}, loss {rung.val_loss:.4f} at "
-            f"{result.get('tokens_trained')} tokens, target {target}: {reached}; "
-            f"{result.get('step_avg_ms') or math.nan:.1f} ms a step, {result.get('peak_memory_mib') or '?'} MiB, "
+            f"{results[0].get('tokens_trained')} tokens, target {target}: {reached}; "
+            f"{step_ms:.1f} ms a step, {results[0].get('peak_memory_mib') or '?'} MiB, "
             f"source {rung.logs[0].source_sha256[:12]}")
         measured[f"rung_{rung.number}_loss"] = rung.val_loss
         measured[f"rung_{rung.number}_s"] = math.nan if seconds[rung.number] is None else seconds[rung.number]

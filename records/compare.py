@@ -64,7 +64,7 @@ def compare_rooms(source_a: str, source_b: str, show_lines: bool = False) -> lis
         found.append(f"  {f'{key}. ' if key else ''}{title}{renamed}{only}: +{plus} -{minus}")
         if show_lines:
             found += [f"      {line}" for line in changed]
-    return [f"source: {rooms} room{'' if rooms == 1 else 's'} differ, +{total[0]} -{total[1]} lines "
+    return [f"source: {rooms} room{' differs' if rooms == 1 else 's differ'}, +{total[0]} -{total[1]} lines "
             f"({len(source_a.splitlines())} -> {len(source_b.splitlines())})", *found]
 
 
@@ -75,7 +75,7 @@ def compare_configs(a: Log, b: Log) -> list[str]:
         left, right = a.config.get(key, "(absent)"), b.config.get(key, "(absent)")
         if left != right and key not in HARMLESS_OVERRIDES:
             lines.append(f"  {key}: {left} -> {right}")
-    lines = [f"configuration: {len(lines)} values differ", *lines] if lines else ["configuration: the same"]
+    lines = [f"configuration: values that differ: {len(lines)}", *lines] if lines else ["configuration: the same"]
     versions_a, versions_b = a.header.get("versions", {}), b.header.get("versions", {})
     lines += [f"note: {key} {versions_a.get(key)} -> {versions_b.get(key)}"
               for key in sorted(versions_a.keys() | versions_b.keys()) if versions_a.get(key) != versions_b.get(key)]
@@ -112,6 +112,10 @@ def compare_losses(a: list[Log], b: list[Log]) -> list[str]:
     lines.append("  at equal steps" if steps else "  no step was validated by all runs")
     lines += [_difference_line(f"    step {step}", [at[step] for at in losses[:len(a)]],
                                [at[step] for at in losses[len(a):]]) for step in steps]
+    if all(log.finished for log in a + b):
+        ends = [f"{side[0].result['step']}" for side in (a, b)]
+        lines.append(_difference_line(f"  at the end (step {' -> '.join(ends)})", [log.val_loss for log in a],
+                                      [log.val_loss for log in b]))
     # Before the second validation the curve bends too much for a straight line to say anything.
     start = max((log.validation[1] if len(log.validation) > 1 else log.validation[0]).seconds for log in a + b)
     end = min(log.validation[-1].seconds for log in a + b)

@@ -370,6 +370,17 @@ def test_a_plain_run_needs_an_honest_label(tmp_path):
     assert any("better than the logs: p" in line for line in refusals(tmp_path))
 
 
+def test_a_surplus_of_the_baseline_is_noted(tmp_path):
+    folder = make_record(tmp_path / "record", readme=False)
+    for seed, loss in RECORD_LOSSES.items():
+        write_log(folder / "baseline", seed, val_loss=loss - 0.01, step_ms=950, source=BASE_SOURCE,
+                  header=dict(run_id=f"base-{seed}"))
+    give_readme(folder)
+    report = check.check_folder(folder)
+    assert report.refusals == []
+    assert report.notes == ["the baseline's loss is lower by 0.0100: that surplus is part of the ratio"]
+
+
 def test_gaps_in_the_seeds_are_noted(tmp_path):
     for seed in (1, 2, 4):
         write_log(tmp_path, seed, val_loss=3.47 + 0.001 * seed)
@@ -522,6 +533,7 @@ def test_compare_two_sets_of_runs(tmp_path, capsys):
     last = next(line for line in text.splitlines() if "step 40:" in line)
     delta, low, high = check.difference(list(RECORD_LOSSES.values()), list(RECORD_LOSSES.values()))
     assert f"{delta:+.4f} [{low:+.4f}, {high:+.4f}]" in last
+    assert "at the end (step 40 -> 40): 3.4754 -> 3.4754" in text
     assert "seconds to 3.48 (interpolated)" in text and "mean step: 99" in text
     one_each = [str(folder / "run-1.txt"), str(folder / "baseline" / "run-1.txt")]
     assert compare.main(one_each) == 0 and "no interval: needs 2 runs a side" in capsys.readouterr().out
