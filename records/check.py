@@ -255,7 +255,7 @@ def describe_arm(logs, name: str = "runs") -> list[str]:
     spreads = ("", "") if len(logs) < 2 else (f", sd {deviation(losses):.4f}, {min(losses):.4f} to {max(losses):.4f}",
                                               f", sd {deviation(times):.2f}, {min(times):.2f} to {max(times):.2f}")
     prints = "+".join(str(mark) for mark, _ in first.data_identity("val"))
-    torch = first.header.get("versions", {}).get("torch", "?")
+    torch = first.header["versions"].get("torch", "?")
     return [f"{name}: n {len(logs)}, seeds {seeds}, source {first.source_sha256[:12]}, {first.hardware}, torch {torch}",
             f"  validation loss: mean {mean(losses):.4f}{spreads[0]}{goal} ({first.val_tokens} tokens of {prints})",
             f"  training time: mean {mean(times):.2f} s{spreads[1]}"]
@@ -267,7 +267,7 @@ def arm_notes(logs) -> list[str]:
     missing = sorted(set(range(seeds[0], seeds[-1])) - set(seeds)) if seeds and seeds[-1] - seeds[0] < 1000 else []
     if missing:
         notes.append(f"seeds {', '.join(map(str, missing))} are not there: say why")
-    if any(log.header.get("git", {}).get("dirty") for log in logs):
+    if any(log.header["git"].get("dirty") for log in logs):
         notes.append("the working tree had uncommitted changes (the source in the log is what ran)")
     for log in logs:
         if log.disqualifying_overrides:
@@ -283,7 +283,7 @@ def _span_notes(logs) -> list[str]:
         hours = (max(started) - min(started)).total_seconds() / 3600
     except (ValueError, TypeError):
         return ["not every header says when its run started"]
-    torches = sorted({str(log.header.get("versions", {}).get("torch")) for log in logs})
+    torches = sorted({str(log.header["versions"].get("torch")) for log in logs})
     notes = [f"runs and baseline ran on different torch versions: {', '.join(torches)}"] if len(torches) > 1 else []
     if hours > 24:
         notes.append(f"runs and baseline span {hours:.0f} hours: was this one call on one machine?")

@@ -76,7 +76,7 @@ def compare_configs(a: Log, b: Log) -> list[str]:
         if left != right and key not in HARMLESS_OVERRIDES:
             lines.append(f"  {key}: {left} -> {right}")
     lines = [f"configuration: values that differ: {len(lines)}", *lines] if lines else ["configuration: the same"]
-    versions_a, versions_b = a.header.get("versions", {}), b.header.get("versions", {})
+    versions_a, versions_b = a.header["versions"], b.header["versions"]
     lines += [f"note: {key} {versions_a.get(key)} -> {versions_b.get(key)}"
               for key in sorted(versions_a.keys() | versions_b.keys()) if versions_a.get(key) != versions_b.get(key)]
     return lines + [f"note: {line}" for line in check.same_refusals([a, b], "between A and B")]

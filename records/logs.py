@@ -26,7 +26,7 @@ from pathlib import Path
 FENCE = "=" * 100
 FORMAT = 1
 HEADER_KEYS = ("format", "run_id", "config", "overrides", "argv", "source_sha256", "seed", "devices", "world_size",
-               "data")
+               "data", "versions", "git")
 # Overrides that change where a run reads, writes or splits its work, and never what it computes.
 HARMLESS_OVERRIDES = frozenset(
     ("seed", "log_dir", "micro_rows", "train_files", "val_files", "checkpoint_every_steps", "self_check"))
@@ -233,7 +233,8 @@ def _parse_header(path: Path, head: list[str]) -> dict:
         raise LogError(f"{path.name}: header lacks {', '.join(missing)}")
     if header["format"] != FORMAT:
         raise LogError(f"{path.name}: log format {header['format']}, these tools read format {FORMAT}")
-    for key, kind in (("config", dict), ("overrides", dict), ("devices", list), ("data", dict), ("argv", list)):
+    for key, kind in (("config", dict), ("overrides", dict), ("devices", list), ("data", dict), ("argv", list),
+                      ("versions", dict), ("git", dict)):
         if not isinstance(header[key], kind):
             raise LogError(f"{path.name}: header's {key} is not a {kind.__name__}")
     for name, value in (("seed", header["seed"]), ("world_size", header["world_size"])):

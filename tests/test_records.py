@@ -90,6 +90,7 @@ HALF_STEP = log_text()[:log_text().index("step:40/40 val_loss") + 24]
     (log_text().encode().replace(b"stand-in", b"\xff\xfe"), "not UTF-8"),
     (log_text().replace('{"format": 1', '{"format": 1,,').encode(), "not a JSON header"),
     (log_text().replace('"run_id"', '"run"').encode(), "lacks run_id"),
+    (log_text(header=dict(versions=None)).encode(), "header's versions is not a dict"),
     (log_text().replace('"format": 1', '"format": 7').encode(), "log format 7"),
     (log_text().replace('"fingerprint"', '"print"').encode(), "fingerprints"),
     (log_text().replace("val_loss:", "val_loss:x").encode(), "not an event this parser knows"),
