@@ -1,0 +1,674 @@
+"""The records tools: parser, checker (a test for each refusal), compare, plot, replay, seeds. No GPU, no training."""
+
+import hashlib
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from log_helpers import FENCE, RULE, SOURCE, VAL_PRINT, header_for, log_text, write_log
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+pytest.importorskip("scipy")
+from records import check, compare, plot, replay, seeds  # noqa: E402
+from records.logs import HARMLESS_OVERRIDES, LogError, parse_log, rooms_of  # noqa: E402
+
+BASE_SOURCE = SOURCE + "BASELINE = True\n"
+RECORD_LOSSES = {seed: 3.474 + 0.0004 * seed for seed in range(1, 7)}
+
+
+def give_readme(folder: Path, **changes) -> None:
+    """Write README.md with the claim that the logs carry; `changes` replace values, None drops the line."""
+    text = check.draft_claim(folder).replace(check.UNNAMED, "stand-in corpus")
+    for key, value in changes.items():
+        line = "" if value is None else f"{key}: {value}\n"
+        text, count = re.subn(rf"^{key}: .*\n", line, text, flags=re.MULTILINE)
+        text = text if count else text.replace("```claim\n", f"```claim\n{line}")
+    (folder / "README.md").write_text(f"# A title\n\n{text}\n", encoding="utf-8")
+
+
+def make_record(folder: Path, readme=True, baseline=None, **all_logs) -> Path:
+    """A record folder that the checker accepts: 6 seeds and a slower baseline."""
+    for seed, loss in RECORD_LOSSES.items():
+        write_log(folder, seed, val_loss=loss, step_ms=900, **all_logs)
+        write_log(folder / "baseline", seed, **(dict(
+            val_loss=loss, step_ms=950, source=BASE_SOURCE, header=dict(run_id=f"base-{seed}")) | (baseline or {})))
+    if readme:
+        give_readme(folder)
+    return folder
+
+
+def refusals(folder: Path) -> list[str]:
+    found = check.check_folder(folder).refusals
+    assert all(line and "\n" not in line for line in found)
+    return found
+
+
+def test_a_good_record_is_accepted_and_recomputed(tmp_path):
+    report = check.check_folder(make_record(tmp_path / "2027-01-31_Good"))
+    assert report.refusals == [] and report.kind == "record"
+    text = "\n".join(report.lines)
+    assert "n 6" in text and "mean 3.4754" in text and "Fieller" in text
+    assert report.row.startswith("| 2027-01-31 | [Good](2027-01-31_Good/) | record | 1 x NVIDIA H100 80GB HBM3 |")
+    assert report.row.count("|") == check.TABLE_HEAD.splitlines()[0].count("|")
+
+
+# ---------------------------------------------------------------------------------------------- the parser
+
+def test_parse_reads_every_part(tmp_path):
+    log = parse_log(write_log(tmp_path, 3, slow={11: 2000.0}))
+    assert log.source == SOURCE.encode() and log.sha_matches and log.finished and not log.resumed
+    assert [point.step for point in log.validation] == [0, 10, 20, 30, 40]
+    assert math.isnan(log.validation[0].fields["step_avg"]) and log.training[0].fields["tokens_per_s"] == 551882
+    assert len(log.step_times_ms) == 40 and log.tokens_at(10) == 10 * 524288 and "NVIDIA-SMI" in log.nvidia_smi
+    assert [(slow.step, slow.why) for slow in log.slow_steps] == [(11, "after validation")]
+    before, after = log.validation[1], log.validation[2]
+    middle = log.seconds_to((before.loss + after.loss) / 2)
+    assert middle == pytest.approx((before.seconds + after.seconds) / 2) and log.seconds_to(1.0) is None
+    assert log.hardware == "1 x NVIDIA H100 80GB HBM3" and log.notes == ("note: predicted total time 280 s",)
+
+
+def test_tokens_are_spread_when_the_batch_changes(tmp_path):
+    log = parse_log(write_log(tmp_path, result=dict(tokens_trained=1000)))
+    assert log.tokens_at(10) == 250
+
+
+HALF_STEP = log_text()[:log_text().index("step:40/40 val_loss") + 24]
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"", "empty"),
+    (b"hello\n", "not a log of this project"),
+    (SOURCE.encode() + FENCE.encode() + b"\n{}", "only the first of two fences"),
+    ((log_text(1) + log_text(2)).encode(), "more than one log in one file"),
+    ((log_text(1) + log_text(2).split(FENCE + "\n")[2]).encode(), "more than one run"),
+    (log_text().encode().replace(b"stand-in", b"\xff\xfe"), "not UTF-8"),
+    (log_text().replace('{"format": 1', '{"format": 1,,').encode(), "not a JSON header"),
+    (log_text().replace('"run_id"', '"run"').encode(), "lacks run_id"),
+    (log_text(header=dict(versions=None)).encode(), "header's versions is not a dict"),
+    (log_text().replace('"format": 1', '"format": 7').encode(), "log format 7"),
+    (log_text().replace('"fingerprint"', '"print"').encode(), "fingerprints"),
+    (log_text().replace("val_loss:", "val_loss:x").encode(), "not an event this parser knows"),
+    (log_text(result=dict(val_loss="3.2")).encode(), "val_loss is not a number"),
+    ((FENCE + "\n" + log_text().split(FENCE + "\n", 1)[1]).encode(), "no source"),
+])
+def test_parse_says_in_one_line_what_is_wrong(tmp_path, content, words):
+    path = tmp_path / "odd.txt"
+    path.write_bytes(content)
+    with pytest.raises(LogError) as error:
+        parse_log(path)
+    assert words in str(error.value) and "odd.txt" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_half_a_last_line_is_not_read(tmp_path):
+    path = tmp_path / "cut.txt"
+    path.write_text(HALF_STEP, encoding="utf-8")
+    log = parse_log(path)
+    assert log.result is None and log.validation[-1].step == 30 and not log.finished
+
+
+def test_rooms_are_found_by_rule_and_title():
+    rooms = rooms_of(SOURCE)
+    assert {key: title for key, (title, _) in rooms.items()} == {
+        "": "top of file", "0": "Door", "1": "Configuration", "3": "Kernels"}
+    assert "\n".join(line for _, lines in rooms.values() for line in lines) + "\n" == SOURCE
+    assert "9" not in rooms_of("x = 1\n# 9. Not announced by a rule\n")
+
+
+def test_harmless_overrides_agree_with_the_trainer():
+    trainer = ROOT / "train_gpt.py"
+    listed = re.search(r"^HARMLESS_\w+ = \(([^)]*)\)", trainer.read_text(encoding="utf-8") if trainer.exists() else "",
+                       re.MULTILINE)
+    if not listed:
+        pytest.skip("no trainer with a list of harmless overrides here")
+    assert set(re.findall(r'"(\w+)"', listed[1])) <= HARMLESS_OVERRIDES
+
+
+# ---------------------------------------------------------------------------------------------- statistics
+
+def test_statistics_against_hand_calculation():
+    # t = (2 - 3) / (1 / sqrt(3)) with 2 degrees of freedom; its one-sided p in closed form.
+    t = -math.sqrt(3)
+    assert check.p_below([1.0, 2.0, 3.0], 3.0) == pytest.approx(0.5 * (1 + t / math.sqrt(2 + t * t)))
+    assert math.isnan(check.p_below([3.0], 4.0)) and math.isnan(check.p_below([3.0, 3.0], 4.0))
+    delta, low, high = check.difference([1.0, 2.0, 3.0], [2.0, 3.0, 4.0])
+    half = 2.7764451 * math.sqrt(2 / 3)      # t quantile with 4 degrees of freedom
+    assert (delta, low, high) == pytest.approx((1.0, 1 - half, 1 + half))
+
+
+def test_ratio_interval_is_fiellers():
+    a, b = [90.0, 92.0, 91.5, 90.5], [100.0, 103.0, 101.0]
+    point, low, high = check.ratio(a, b)
+    assert point == pytest.approx(91 / (304 / 3)) and low < point < high
+    back = check.ratio(b, a)                 # the interval of the inverse is the inverse interval
+    assert back == pytest.approx((1 / point, 1 / high, 1 / low))
+    assert math.isnan(check.ratio(a, b[:1])[1])
+    assert check.ratio([1.0, 2.0], [-5.0, 5.5])[2] == math.inf
+    rng, inside = random.Random(0), 0
+    for _ in range(400):
+        low, high = check.ratio([rng.gauss(90, 2) for _ in range(6)], [rng.gauss(100, 5) for _ in range(4)])[1:]
+        inside += low <= 0.9 <= high
+    assert 0.92 < inside / 400 < 0.98
+
+
+# ---------------------------------------------------------------------------------------------- refusals: logs
+
+@pytest.mark.parametrize("change, words", [
+    (dict(header=dict(source_sha256="0" * 64)), "its header says 000000000000"),
+    (dict(header=dict(resumed_from="checkpoints/x.pt")), "resumed"),
+    (dict(result=dict(resumed=True)), "resumed"),
+    (dict(header=dict(overrides=dict(seed=1, num_steps=40))), "--num_steps=40"),
+    (dict(result=dict(val_loss=math.nan)), "not finite"),
+    (dict(result=dict(status="non_finite")), "not finite"),
+    (dict(result=dict(status="stopped", step=30)), "incomplete (stopped at step 30/40)"),
+    (dict(result=dict(status="finished", step=30)), "incomplete (finished at step 30/40)"),
+    (dict(result=dict(status="target_reached", step=30)), "chosen by looking"),
+    (dict(result=dict(val_loss=3.40)), "result says val_loss 3.4000"),
+    (dict(result=dict(train_time_ms=30000.0)), "result says 30.000 s"),
+    (dict(result=dict(train_time_ms=0)), "its training time is 0.0 s"),
+    (dict(result=dict(val_tokens=1000)), "validated on 1000 tokens"),
+    (dict(header=dict(source_sha256=hashlib.sha256((SOURCE + "#").encode()).hexdigest()), source=SOURCE + "#\n"),
+     "the embedded source has sha256"),
+    (dict(source=SOURCE + "# one run of another script\n"), "mixed sources in the runs"),
+    (dict(header=dict(config_lr_matrix=0.9)), "runs differ in lr_matrix"),
+    (dict(header=dict(seed=2)), "seed 2 counts 2 times"),
+    (dict(header=dict(run_id="run-2")), "one run counted twice: run-1.txt and run-2.txt have the same run_id"),
+    (dict(header=dict(world_size=8)), "different hardware between the runs"),
+])
+def test_refused_for_one_of_its_logs(tmp_path, change, words):
+    folder = make_record(tmp_path / "record")
+    write_log(folder, 1, **(dict(val_loss=RECORD_LOSSES[1], step_ms=900) | change))
+    found = refusals(folder)
+    assert any(words in line for line in found), found
+
+
+def edit_log(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def test_refused_same_events_under_another_name(tmp_path):
+    folder = make_record(tmp_path / "record")
+    text = (folder / "run-1.txt").read_text(encoding="utf-8")
+    text = text.replace('"run-1"', '"run-7"').replace('"seed": 1', '"seed": 7')
+    (folder / "run-7.txt").write_text(text, encoding="utf-8")
+    give_readme(folder)
+    assert refusals(folder) == [
+        "one run counted twice: run-1.txt and run-7.txt have the same step lines and times"]
+
+
+def test_refused_run_that_is_also_its_baseline(tmp_path):
+    folder = make_record(tmp_path / "record")
+    (folder / "baseline" / "run-1.txt").write_bytes((folder / "run-1.txt").read_bytes())
+    assert any("one run counted twice" in line for line in refusals(folder))
+
+
+def test_refused_log_without_result(tmp_path):
+    folder = make_record(tmp_path / "record")
+    path = folder / "run-1.txt"
+    path.write_text(path.read_text(encoding="utf-8").split("result:")[0], encoding="utf-8")
+    assert any("no result line" in line for line in refusals(folder))
+
+
+def test_refused_log_with_a_loss_that_is_not_finite_on_the_way(tmp_path):
+    folder = make_record(tmp_path / "record")
+    edit_log(folder / "run-1.txt", "step:20/40 train_loss:", "step:20/40 train_loss:nan x:")
+    assert "run-1.txt: a loss is not finite (step 20)" in refusals(folder)
+
+
+def test_refused_log_without_its_last_validation(tmp_path):
+    folder = make_record(tmp_path / "record")
+    edit_log(folder / "run-1.txt", "step:40/40 val_loss", "note: 40/40 val_loss")
+    assert refusals(folder) == ["run-1.txt: no validation line at its last step 40"]
+
+
+def test_refused_folder_without_logs(tmp_path):
+    give_readme(make_record(tmp_path / "record"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "record" / "README.md").rename(tmp_path / "empty" / "README.md")
+    assert refusals(tmp_path / "empty") == ["no log (*.txt) of a run"]
+
+
+def test_refused_log_that_is_too_large(tmp_path):
+    folder = make_record(tmp_path / "record")
+    with open(folder / "run-1.txt", "a", encoding="utf-8") as file:
+        file.write("note: long\n" * 30000)
+    found = refusals(folder)
+    assert len(found) == 1 and "more than 300,000" in found[0]
+
+
+def test_refused_file_that_is_no_log(tmp_path):
+    folder = make_record(tmp_path / "record")
+    (folder / "nvidia.txt").write_text("GPU 0\n", encoding="utf-8")
+    assert len(refusals(folder)) == 1 and "nvidia.txt: not a log" in refusals(folder)[0]
+
+
+# ---------------------------------------------------------------------------------------------- refusals: arms
+
+VAL_FILES = header_for()["data"]["val"]
+OTHER_TRAIN = dict(files=[dict(file="x", bytes=1, tokens=100000000, fingerprint="9999")], tokens=100000000)
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(header=dict(data=dict(train=OTHER_TRAIN, val=VAL_FILES))),
+     "different training data between runs and baseline"),
+    (dict(header=dict(data=dict(train=header_for()["data"]["train"], val=OTHER_TRAIN))), "different validation data"),
+    (dict(header=dict(devices=["NVIDIA H200"])), "different hardware between runs and baseline"),
+    (dict(val_tokens=1000, header=dict(config_val_tokens=1000)), "different validation tokens"),
+    (dict(source=SOURCE), "runs and baseline ran the same source and configuration"),
+    (dict(header=dict(overrides=dict(model_dim=8))), "baseline: run-1.txt: overridden"),
+    (dict(step_ms=899), "not faster than its baseline"),
+])
+def test_refused_for_its_baseline(tmp_path, change, words):
+    folder = make_record(tmp_path / "record", readme=False)
+    for seed, loss in RECORD_LOSSES.items():
+        settings = dict(val_loss=loss, step_ms=950, source=BASE_SOURCE) | change
+        settings["header"] = {"run_id": f"base-{seed}"} | settings.get("header", {})
+        write_log(folder / "baseline", seed, **settings)
+    give_readme(folder)
+    found = refusals(folder)
+    assert any(words in line for line in found), found
+
+
+def test_refused_without_baseline(tmp_path):
+    folder = make_record(tmp_path / "record")
+    for path in (folder / "baseline").glob("*.txt"):
+        path.unlink()
+    assert any("0 logs in baseline/" in line for line in refusals(folder))
+    assert any("ratio" in line and "nothing" in line for line in refusals(folder))
+
+
+def test_refused_with_too_few_runs(tmp_path):
+    folder = make_record(tmp_path / "record")
+    for seed in range(2, 7):
+        (folder / f"run-{seed}.txt").unlink()
+    give_readme(folder, kind="record", p=0.001)
+    found = refusals(folder)
+    assert any("a single run: a record needs n >= 6" in line for line in found), found
+    assert any("better than the logs: p 0.001, the logs say nothing" in line for line in found)
+
+
+@pytest.mark.parametrize("losses, words", [
+    ([3.40, 3.55, 3.40, 3.55, 3.40, 3.55], "one-sided p is"), ([3.475] * 6, "the losses are all equal")])
+def test_refused_when_the_mean_is_not_surely_below(tmp_path, losses, words):
+    folder = make_record(tmp_path / "record", readme=False)
+    for seed, loss in enumerate(losses, 1):
+        write_log(folder, seed, val_loss=loss, step_ms=900)
+    give_readme(folder, p="0.001")
+    assert any("not below the target 3.48 with p < 0.01" in line and words in line for line in refusals(folder))
+
+
+def test_refused_without_target_in_the_configuration(tmp_path):
+    folder = make_record(tmp_path / "record", header=dict(config_target_loss=0.0), readme=False)
+    give_readme(folder, target=3.48, p=0.001)
+    assert any("has no target_loss" in line for line in refusals(folder))
+
+
+# ---------------------------------------------------------------------------------------------- refusals: README
+
+@pytest.mark.parametrize("change, words", [
+    (dict(time_s="36.9"), "better than the logs: time_s 36.9"),
+    (dict(val_loss="3.4744"), "better than the logs: val_loss 3.4744"),
+    (dict(val_loss="3"), "better than the logs: val_loss 3,"),
+    (dict(p="1e-9"), "better than the logs: p 1e-9"),
+    (dict(p="0"), "better than the logs: p 0"),
+    (dict(p="<1e-9"), "better than the logs: p <1e-9"),
+    (dict(ratio="0.9"), "better than the logs: ratio 0.9"),
+    (dict(n="7"), "better than the logs: n 7, the folder holds 6"),
+    (dict(n="5"), "README.md says n 5, the folder holds 6"),
+    (dict(time_s="nan"), "time_s is nan, not a number"),
+    (dict(time_s="fast"), "time_s is fast, not a number"),
+    (dict(target="3.28"), "says target 3.28"),
+    (dict(hardware="8 x NVIDIA H100 80GB HBM3"), "says hardware 8 x"),
+    (dict(data="FineWeb"), f"does not name the validation fingerprint {VAL_PRINT}"),
+    (dict(data=f"{check.UNNAMED}, val {VAL_PRINT}"), "name the data set"),
+    (dict(kind="victory"), "kind is victory"),
+    (dict(p=None), "lacks p"),
+    (dict(speed="9"), "has unknown speed"),
+])
+def test_refused_for_its_readme(tmp_path, change, words):
+    folder = make_record(tmp_path / "record")
+    give_readme(folder, **change)
+    found = refusals(folder)
+    assert any(words in line for line in found), found
+
+
+def test_a_claim_may_round_and_may_be_modest(tmp_path):
+    folder = make_record(tmp_path / "record")
+    give_readme(folder, time_s="38", val_loss="3.476", p="<0.001", ratio="0.95")
+    assert refusals(folder) == []
+
+
+def test_refused_readme_missing_or_with_two_blocks(tmp_path):
+    folder = make_record(tmp_path / "record")
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(text + text, encoding="utf-8")
+    assert any("has 2 blocks" in line for line in refusals(folder))
+    (folder / "README.md").write_text(text.replace("n: 6", "n: 6\nn: 6"), encoding="utf-8")
+    assert any("comes twice" in line for line in refusals(folder))
+    (folder / "README.md").unlink()
+    assert any("no readable README.md" in line for line in refusals(folder))
+
+
+# ---------------------------------------------------------------------------------------------- runs and ladders
+
+def test_a_plain_run_needs_an_honest_label(tmp_path):
+    write_log(tmp_path, 4, header=dict(overrides=dict(seed=4, num_steps=40)))
+    give_readme(tmp_path)
+    report = check.check_folder(tmp_path)
+    assert report.refusals == [] and report.kind == "run" and check.NOT_A_RECORD in report.row
+    assert any("num_steps" in note for note in report.notes)
+    readme = tmp_path / "README.md"
+    readme.write_text(readme.read_text(encoding="utf-8").replace(check.NOT_A_RECORD, "a record"), encoding="utf-8")
+    assert any("must say that it is not a record claim" in line for line in refusals(tmp_path))
+    give_readme(tmp_path, p="0.001")
+    assert any("better than the logs: p" in line for line in refusals(tmp_path))
+
+
+def test_a_surplus_of_the_baseline_is_noted(tmp_path):
+    folder = make_record(tmp_path / "record", readme=False)
+    for seed, loss in RECORD_LOSSES.items():
+        write_log(folder / "baseline", seed, val_loss=loss - 0.01, step_ms=950, source=BASE_SOURCE,
+                  header=dict(run_id=f"base-{seed}"))
+    give_readme(folder)
+    report = check.check_folder(folder)
+    assert report.refusals == []
+    assert report.notes == ["the baseline's loss is lower by 0.0100: that surplus is part of the ratio"]
+
+
+def test_gaps_in_the_seeds_are_noted(tmp_path):
+    for seed in (1, 2, 4):
+        write_log(tmp_path, seed, val_loss=3.47 + 0.001 * seed)
+    give_readme(tmp_path)
+    assert "seeds 3 are not there: say why" in check.check_folder(tmp_path).notes
+
+
+def make_ladder(folder: Path, **last_rung) -> Path:
+    for number, (title, loss) in enumerate(dict(adamw=3.9, muon=3.7, modern_parts=3.6, untied=3.5).items()):
+        settings = dict(val_loss=loss, source=f"{SOURCE}RUNG = {number}\n", header={})
+        settings |= last_rung if title == "untied" else {}
+        settings["header"] = {"config_target_loss": 0.0} | settings["header"]
+        write_log(folder, number, **settings).rename(folder / f"{number}_{title}.txt")
+    give_readme(folder, target="3.7")
+    return folder
+
+
+def test_a_good_ladder_is_accepted(tmp_path):
+    folder = make_ladder(tmp_path / "2027-01-31_Ladder")
+    report = check.check_folder(folder)
+    assert report.refusals == [] and "4 rungs" in report.row
+    assert "rung 0 adamw" in report.lines[0] and "does not reach it" in report.lines[0]
+    seconds = float(re.search(r"([\d.]+) s to it", report.lines[2])[1])
+    give_readme(folder, target="3.7", rung_2_s=f"{seconds:.1f}")
+    assert refusals(folder) == []
+    give_readme(folder, target="3.7", rung_2_s=f"{seconds - 1:.1f}", rung_0_s="30")
+    found = refusals(folder)
+    assert len(found) == 2 and all("better than the logs: rung_" in line for line in found)
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(num_steps=50), "different tokens trained between the rungs"),
+    (dict(header=dict(config_batch_tokens=1000), result=dict(tokens_trained=40 * 524288)), "different batch_tokens"),
+    (dict(header=dict(data=dict(train=OTHER_TRAIN, val=VAL_FILES))), "different training data between the rungs"),
+    (dict(header=dict(devices=["NVIDIA H200"])), "different hardware between the rungs"),
+    (dict(source=SOURCE + "RUNG = 1\n"), "two rungs ran the same source"),
+    (dict(result=dict(status="target_reached", step=30)), "rung 3: 3_untied.txt: stopped when it saw its target"),
+    (dict(header=dict(run_id="run-1")), "one run counted twice"),
+])
+def test_refused_ladder(tmp_path, change, words):
+    found = refusals(make_ladder(tmp_path / "ladder", **change))
+    assert any(words in line for line in found), found
+
+
+def test_refused_ladder_claims(tmp_path):
+    folder = make_ladder(tmp_path / "ladder")
+    give_readme(folder, target="soon")
+    assert refusals(folder) == ["README.md: target is soon, not a number"]
+    give_readme(folder, target="3.7", n="5")
+    assert refusals(folder) == ["README.md says better than the logs: n 5, the folder holds 4"]
+    (tmp_path / "empty").mkdir()
+    (folder / "README.md").rename(tmp_path / "empty" / "README.md")
+    assert refusals(tmp_path / "empty") == ["no rungs (<number>_<title>.txt or sub-folders)"]
+
+
+def test_refused_ladder_with_mixed_or_doubled_rungs(tmp_path):
+    folder = make_ladder(tmp_path / "ladder")
+    settings = dict(val_loss=3.4, header=dict(config_target_loss=0.0))
+    for seed in (10, 11):
+        write_log(folder / "4_last", seed, source=f"{SOURCE}SEED = {seed}\n", **settings)
+    write_log(folder, 12, source=f"{SOURCE}RUNG = 12\n", **settings).rename(folder / "2_again.txt")
+    found = refusals(folder)
+    assert any("mixed sources in rung 4" in line for line in found), found
+    assert "rung 2 is there 2 times" in found
+
+
+def test_refused_ladder_names_and_sub_folders(tmp_path):
+    folder = make_ladder(tmp_path / "ladder")
+    (folder / "0_adamw.txt").rename(folder / "adamw.txt")
+    assert any("adamw.txt: not named <number>_<title>" in line for line in refusals(folder))
+    (folder / "adamw.txt").unlink()
+    rung = folder / "0_adamw"
+    for seed in (10, 11):
+        write_log(rung, seed, val_loss=3.9 + 0.001 * seed, source=SOURCE + "RUNG = 0\n",
+                  header=dict(config_target_loss=0.0))
+    give_readme(folder, target="3.7")
+    assert refusals(folder) == []
+    give_readme(rung, kind="rung", val_loss="3.1")
+    assert any(line.startswith("0_adamw: README.md says better") for line in refusals(folder))
+
+
+# ---------------------------------------------------------------------------------------------- table and front door
+
+def test_table_and_folders_agree():
+    reports = [check.check_folder(folder) for folder in check.record_folders()]
+    assert {report.folder.name: report.refusals for report in reports if report.refusals} == {}
+    assert check.table_in((ROOT / "records" / "README.md").read_text(encoding="utf-8")) == check.summary(reports)
+
+
+def test_every_folder_here_is_named_as_a_record():
+    strange = {path.name for path in (ROOT / "records").iterdir() if path.is_dir()} - {"__pycache__"}
+    assert strange == {path.name for path in check.record_folders()}
+
+
+def test_ladder_sources_extract_and_import(tmp_path):
+    sources = {}
+    for folder in check.record_folders():
+        if check.check_folder(folder).kind == "ladder":
+            for rung in check.rungs_of(folder)[0]:
+                sources |= {log.source_sha256: log for log in rung.logs}
+    if not sources:
+        pytest.skip("no ladder in records/ yet")
+    for sha, log in sources.items():
+        replay.write_source(log, tmp_path / f"rung_{sha[:12]}.py")
+    names = [path.stem for path in tmp_path.glob("*.py")]
+    subprocess.run([sys.executable, "-c", f"import {', '.join(names)}"], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_main_from_any_folder(tmp_path):
+    make_record(tmp_path / "2027-01-31_Good")
+    script = ROOT / "records" / "check.py"
+    good = subprocess.run([sys.executable, script, "2027-01-31_Good"], cwd=tmp_path, capture_output=True, text=True)
+    assert good.returncode == 0 and good.stdout.endswith("folders checked: 1, refused: 0\n"), good.stderr
+
+
+def test_main_exit_codes_summary_and_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "RECORDS", tmp_path)
+    monkeypatch.setattr(check.record_folders, "__defaults__", (tmp_path,))
+    (tmp_path / "README.md").write_text(f"a\n{check.TABLE_BEGIN}\n{check.TABLE_END}\nb\n", encoding="utf-8")
+    assert check.main([]) == 0 and "folders checked: 0" in capsys.readouterr().out
+    make_record(tmp_path / "2027-01-31_Good")
+    make_record(tmp_path / "2027-02-01_Bad")
+    give_readme(tmp_path / "2027-02-01_Bad", time_s="1.00")
+    assert check.main([]) == 1 and "refused: README.md says better than the logs" in capsys.readouterr().out
+    assert check.main(["--write-table"]) == 1
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert text.startswith("a\n") and text.endswith("\nb\n") and "[Good]" in text and "[Bad]" not in text
+    assert check.main(["--summary", str(tmp_path / "2027-01-31_Good")]) == 0
+    assert check.table_in(text) in capsys.readouterr().out
+    assert check.main([str(tmp_path / "nowhere")]) == 1 and "no such folder" in capsys.readouterr().out
+    assert check.main(["--draft", str(tmp_path / "nowhere")]) == 1
+
+
+# ---------------------------------------------------------------------------------------------- compare, plot
+
+def test_compare_rooms_counts_lines_by_room():
+    changed = SOURCE.replace("return x + 1", "return x + 2\n    # --- a comment").replace("import sys\n", "")
+    assert compare.compare_rooms(SOURCE, changed) == [
+        "source: 2 rooms differ, +2 -2 lines (11 -> 11)", "  0. Door: +0 -1", "  3. Kernels: +2 -1"]
+    added = f"{SOURCE}{RULE}\n# 4. Optimizer\nlr = 1\n"
+    assert compare.compare_rooms(SOURCE, added)[1] == "  4. Optimizer (only in B): +3 -0"
+    assert compare.compare_rooms(SOURCE, SOURCE) == ["source: the same"]
+
+
+def test_compare_two_sets_of_runs(tmp_path, capsys):
+    folder = make_record(tmp_path / "record", header=dict(config_lr=2.0))
+    assert compare.main([str(folder / "baseline"), str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "  lr: (absent) -> 2.0" in text and "3. Kernels: +0 -1" in text
+    last = next(line for line in text.splitlines() if "step 40:" in line)
+    delta, low, high = check.difference(list(RECORD_LOSSES.values()), list(RECORD_LOSSES.values()))
+    assert f"{delta:+.4f} [{low:+.4f}, {high:+.4f}]" in last
+    assert "at the end (step 40 -> 40): 3.4754 -> 3.4754" in text
+    assert "seconds to 3.48 (interpolated)" in text and "mean step: 99" in text
+    one_each = [str(folder / "run-1.txt"), str(folder / "baseline" / "run-1.txt")]
+    assert compare.main(one_each) == 0 and "no interval: needs 2 runs a side" in capsys.readouterr().out
+    assert compare.main([str(folder / "README.md"), str(folder)]) == 2
+    assert "not a log" in capsys.readouterr().err
+
+
+def test_compare_losses_at_equal_seconds(tmp_path):
+    slow, fast = (parse_log(write_log(tmp_path / str(ms), step_ms=ms)) for ms in (1000.0, 500.0))
+    middle = slow.validation[2].seconds
+    assert compare.loss_at(slow, middle) == slow.validation[2].loss
+    assert compare.loss_at(fast, middle) == pytest.approx(fast.validation[-1].loss, abs=0.02)
+    assert math.isnan(compare.loss_at(fast, 1e6))
+
+
+def test_plots_are_written(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    folder = make_record(tmp_path / "record", slow={11: 3000.0, 40: 2000.0})
+    assert plot.main([str(folder), "-o", str(tmp_path / "runs.png")]) == 0
+    ladder = make_ladder(tmp_path / "ladder")
+    assert plot.main(["--ladder", str(ladder), "-o", str(tmp_path / "ladder.png")]) == 0
+    for name in ("runs.png", "ladder.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert [(label, len(logs)) for label, logs in plot.read_places([folder, ladder])] == [
+        ("record", 6), ("record: baseline", 6), ("0_adamw", 1), ("1_muon", 1), ("2_modern_parts", 1), ("3_untied", 1)]
+    figure = plot.draw_runs(plot.read_places([folder]))
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert any(text.startswith("step 11: 3,000 ms, after validation") for text in texts)
+    labels = {axes.get_xlabel() for axes in figure.axes}
+    assert labels == {"timed training seconds", "training tokens (millions)", "step"}
+    capsys.readouterr()
+    assert plot.main([str(tmp_path / "nothing"), "-o", str(tmp_path / "x.png")]) == 2
+    assert plot.main(["--ladder", str(folder), "-o", str(tmp_path / "x.png")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2 and not (tmp_path / "x.png").exists()
+
+
+# ---------------------------------------------------------------------------------------------- replay, seeds
+
+def test_replay_writes_the_source_only_if_its_sha_is_right(tmp_path, capsys):
+    path, target = write_log(tmp_path, 1), tmp_path / "attempts" / "again.py"
+    assert replay.main([str(path), "--write", str(target)]) == 0
+    assert target.read_text(encoding="utf-8") == SOURCE
+    target.write_text("mine\n", encoding="utf-8")
+    assert replay.main([str(path), "--write", str(target)]) == 2
+    assert target.read_text(encoding="utf-8") == "mine\n" and "not overwritten" in capsys.readouterr().err
+    edit_log(path, "x + 1", "x + 2")
+    assert replay.main([str(path), "--write", str(tmp_path / "other.py")]) == 2
+    assert "not the one that its header names" in capsys.readouterr().err and not (tmp_path / "other.py").exists()
+
+
+def test_replay_arguments(tmp_path):
+    header = dict(argv=["--seed=3", "--num_steps=1e2", "--log_dir=old", "--deterministic"],
+                  overrides=dict(seed=3, num_steps=100, log_dir="old", deterministic="on"))
+    log = parse_log(write_log(tmp_path, 3, header=header))
+    assert replay.arguments_of(log, ["--seed=5"]) == [
+        "--preset=sprint", "--num_steps=1e2", "--deterministic=on", "--seed=5"]
+
+
+def test_replay_runs_what_the_log_holds(tmp_path, monkeypatch):
+    source = ("import sys\nfrom pathlib import Path\n"
+              "Path(sys.argv[-1]).write_text(' '.join(sys.argv[1:]))\nsys.exit(3)\n")
+    path = write_log(tmp_path / "logs", 1, source=source)
+    monkeypatch.setattr(replay, "ROOT", tmp_path)
+    assert replay.main([str(path), "--", str(tmp_path / "seen")]) == 3
+    assert (tmp_path / "seen").read_text() == f"--preset=sprint --seed=1 {tmp_path / 'seen'}"
+    edit_log(path, '"world_size": 1', '"world_size": 8')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert replay.main([str(path)]) == 2
+
+
+TRAINER = f'''
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import log_helpers
+given = dict(word[2:].split("=") for word in sys.argv[1:])
+seed = int(given["seed"])
+if seed == int(os.environ.get("FAIL_SEED", 0)):
+    sys.exit(3)
+if seed == int(os.environ.get("LIE_SEED", 0)):
+    sys.exit(0)
+status = dict(status="stopped", step=20) if seed == int(os.environ.get("STOP_SEED", 0)) else None
+log_helpers.write_log(given["log_dir"], seed, source=open(__file__).read(), val_loss=3.47 + 0.001 * seed, result=status,
+                      header=dict(argv=sys.argv[1:], overrides=given, run_id=__file__ + str(seed)))
+print("on GPU", os.environ.get("CUDA_VISIBLE_DEVICES"))
+'''
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    path = tmp_path / "idea.py"
+    path.write_text(TRAINER, encoding="utf-8")
+    (tmp_path / "base.py").write_text(TRAINER + "# base\n", encoding="utf-8")
+    return path
+
+
+def test_seeds_runs_skips_and_resumes(tmp_path, trainer, monkeypatch, capfd):
+    out = tmp_path / "out"
+    command = ["--n=2", f"--out={out}", "--nproc=1", f"--baseline={tmp_path / 'base.py'}", str(trainer), "--lr=2"]
+    monkeypatch.setenv("STOP_SEED", "2")
+    assert seeds.main(command) == 1
+    text = capfd.readouterr()
+    assert "no finished log for this seed" in text.err and "idea seed 2 has no finished log" in text.err
+    monkeypatch.delenv("STOP_SEED")
+    assert seeds.main(command) == 0
+    text = capfd.readouterr().out
+    assert "2 runs into" in text and "2 are there already" in text and "moved to unfinished/" in text
+    assert "ratio of mean times to the baseline: 1.0000" in text and "validation loss: mean 3.4715" in text
+    order = [seed_and_arm[1] for seed_and_arm in re.finditer(r"seeds: (\S+ ?\S* seed \d):? .*python", text)]
+    assert order == ["idea seed 2", "baseline base seed 2"]
+    assert sorted(path.name for path in out.glob("**/run-*.txt")) == ["run-1.txt"] * 2 + ["run-2.txt"] * 4
+    assert seeds.main(command) == 0 and "0 runs into" in capfd.readouterr().out
+    assert seeds.main(command[:-1] + ["--lr=3"]) == 2 and "other arguments (--lr=2)" in capfd.readouterr().err
+    trainer.write_text(TRAINER + "# changed\n", encoding="utf-8")
+    assert seeds.main(command) == 2 and "another source" in capfd.readouterr().err
+
+
+def test_seeds_one_per_gpu_and_truthful(tmp_path, trainer, monkeypatch, capfd):
+    out = tmp_path / "out"
+    monkeypatch.setenv("FAIL_SEED", "2")
+    monkeypatch.setenv("LIE_SEED", "3")
+    assert seeds.main(["--n=3", f"--out={out}", "--gpus=0,5", str(trainer)]) == 1
+    text = capfd.readouterr()
+    assert "seed 1 on GPU 0" in text.out and "seed 2 on GPU 5" in text.out
+    assert "idea seed 2: exit status 3" in text.err and "idea seed 3: no finished log" in text.err
+    assert [path.name for path in out.glob("*.txt")] == ["run-1.txt"]
+
+
+def test_seeds_refuses_in_one_line(tmp_path, trainer, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for command, words in ((["--n=1", "--gpus", str(trainer)], "no GPU is here"),
+                           (["--n=0", str(trainer)], "at least one seed"),
+                           (["--n=1", str(trainer), "--seed=4"], "no --seed"),
+                           (["--n=1", str(tmp_path / "none.py")], "no script")):
+        assert seeds.main(command) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+    assert os.listdir(tmp_path) and not (tmp_path / "out").exists()
