@@ -25,13 +25,14 @@ import json
 import math
 import os
 import platform
-import queue
 import re
+import shutil
 import subprocess
 import sys
-import threading
 import time
 import uuid
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
@@ -47,6 +48,10 @@ SOURCE = Path(__file__).read_text(encoding="utf-8")
 
 class Refusal(Exception):
     """Bad input. Its text is one readable message: what was found, what was expected, what to do. Exit code 2."""
+
+
+class Failure(Exception):
+    """A run that can't go on: non-finite numbers, no memory. Its text is one readable message. Exit code 1."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -179,7 +184,7 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
             raise Refusal(f"{arg}: expected --key=value (see --help)")
         if key not in kinds:
             near = [k for k in kinds if key and (key in k or k in key or k[:4] == key[:4])]
-            raise Refusal(f"--{key}: no such key" + (f"; did you mean --{', --'.join(near)}?" if near else " (see --help)"))
+            raise Refusal(f"--{key}: no such key; " + (f"did you mean {', '.join(near)}?" if near else "see --help"))
         if key in texts:
             raise Refusal(f"--{key}: given twice")
         texts[key] = text if equals else "on"
@@ -199,7 +204,7 @@ def check_config(c: Config) -> None:
     for f in dataclasses.fields(c):
         value = getattr(c, f.name)
         if isinstance(value, (int, float)):
-            need(math.isfinite(value) and value >= 0, f"--{f.name}={value}: expected a finite number that is not negative")
+            need(math.isfinite(value) and value >= 0, f"--{f.name}={value}: expected a finite number, not negative")
     for key in ("num_steps", "batch_tokens", "row_tokens", "val_row_tokens", "block_tokens", "num_layers", "max_epochs",
                 "model_dim", "num_heads", "head_dim", "mlp_dim", "vocab_size", "log_every_steps"):
         need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected at least 1")
@@ -262,6 +267,11 @@ def init_world(deterministic: bool = False) -> World:
     return World(rank, size, device)
 
 
+def find_compiler() -> str | None:
+    """Path of the C compiler that torch.compile would call on a CPU, if there is one."""
+    return next(filter(None, map(shutil.which, [os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"])), None)
+
+
 def close_world(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
         dist.destroy_process_group()
@@ -294,6 +304,10 @@ def choose_kernels(device: torch.device, compile: str = "auto", attention: str =
     flex = cuda and compiled and attention != "dense"
     dtype = torch.bfloat16 if cuda else torch.float32
     return Kernels(compiled, flex, has_fp8 and compiled and fp8 != "off", dtype)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5     # Keller Jordan's quintic: slope at 0 maximal, ends near [0.7, 1.2]
@@ -330,14 +344,14 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
     return torch._scaled_mm(a8, b8, scale_a=scale, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # of the fp8 head: constants, so that no micro-batch sees another scale
+X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # constants: every micro-batch sees the same scales
 
 
 def head_gradients(x: Tensor, w: Tensor, targets: Tensor, softcap: float, fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss and its gradients by x [T, K] and w [V, K], in one go: no second look at the [T, V] logits.
 
-    z lies in (0, 2s), so exp needs no maximum; d loss / d logit = (softmax - onehot) 4 sigmoid (1 - sigmoid), at most 1.
-    With fp8: e4m3 forward, e5m2 gradient (record 19 of the public race). Reference: softcapped_cross_entropy of F.linear.
+    z lies in (0, 2s), so exp needs no maximum; the gradient is (softmax - onehot) 4 sigmoid (1 - sigmoid), at most 1.
+    With fp8: e4m3 forward, e5m2 gradient (record 19 of the public race). Reference: plain autograd of GPT.plain_loss.
     """
     if fp8:
         x8, w8 = (x * X_SCALE).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
@@ -415,16 +429,14 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
     high = torch.minimum(count(first[:, None, :] <= last[:, :, None]) - 1, latest)
     full_high = torch.maximum(torch.minimum(count(last[:, None, :] <= first[:, :, None]) - 1, latest), i)
     lists = []
-    for num, begin, own in ((full_low - low + 1, low, None),                # partial keys: [low, full_low - 1] and i
-                            (high - full_high + 1, full_high, i),           # partial queries: i and [full_high + 1, high]
-                            (i - full_low, full_low, None),                 # full keys: [full_low, i - 1]
-                            (full_high - i, i + 1, None)):                  # full queries: [i + 1, full_high]
-        which = begin.expand_as(low)[:, :, None] + i
-        if own is not None:
-            which = torch.where(i == 0, own[:, None], which)
-        elif begin is low:
-            which = torch.where(i == num[:, :, None] - 1, i[:, None], which)
-        lists += [num.to(torch.int32)[:, None].contiguous(), which.clamp(max=n - 1).to(torch.int32)[:, None].contiguous()]
+    for num, begin, own in ((full_low - low + 1, low, "last"),          # partial keys: [low, full_low - 1], then i
+                            (high - full_high + 1, full_high, "first"),   # partial queries: i, [full_high + 1, high]
+                            (i - full_low, full_low, None),               # full keys: [full_low, i - 1]
+                            (full_high - i, i + 1, None)):                # full queries: [i + 1, full_high]
+        run = begin.expand_as(low)[:, :, None] + i                        # [B, blocks, blocks]: the first num count
+        if own:
+            run = torch.where(i == (num[:, :, None] - 1 if own == "last" else 0), i[:, None], run)
+        lists += [t.to(torch.int32)[:, None].contiguous() for t in (num, run.clamp(max=n - 1))]
     return Mask(segments_BT, blocks=tuple(lists))
 
 
@@ -448,6 +460,10 @@ def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: fl
 # 4. Optimizer
 # Pure update rules, and one class that shards them over the ranks: reduce gradients, update a shard, gather weights.
 # It knows groups of parameters and nothing of models, layers or schedules. With one rank the collectives vanish.
+
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)      # the new names of torch 2.13
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Group(NamedTuple):
@@ -480,10 +496,6 @@ def adam_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     weight.sub_(lr / bias1 * exp_avg / ((exp_avg_sq / bias2).sqrt() + eps))
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 class Bank:
@@ -521,14 +533,14 @@ class Bank:
     def reduce(self):
         """Start summing gradients over the ranks into this rank's shard."""
         if self.world.size > 1:
-            return dist.reduce_scatter_tensor(self.grad_shard, self.grad, op=dist.ReduceOp.SUM, async_op=True)
+            return reduce_scatter(self.grad_shard, self.grad, op=dist.ReduceOp.SUM, async_op=True)
 
     def gather(self):
         """Start collecting all ranks' new weights."""
         if self.master is not self.weight_shard:
             self.weight_shard.copy_(self.master)
         if self.world.size > 1:
-            return dist.all_gather_into_tensor(self.weight, self.weight_shard, async_op=True)
+            return all_gather(self.weight, self.weight_shard, async_op=True)
 
 
 class Optimizer:
@@ -600,7 +612,8 @@ def layer_table(c: Config) -> list[Layer]:
     for i in range(c.num_layers):
         mirrored = c.num_layers - 1 - i
         attention = None if i in c.no_attention_layers else "long" if i in c.long_layers else "short"
-        value = i if i < c.num_value_tables else c.num_value_tables - 1 - mirrored if mirrored < c.num_value_tables else None
+        from_end = c.num_value_tables - 1 - mirrored
+        value = i if i < c.num_value_tables else from_end if from_end >= 0 else None
         table.append(Layer(attention, value if attention else None, mirrored if mirrored < i else None))
     return table
 
@@ -686,8 +699,8 @@ class GPT(nn.Module):
         self.config, self.kernels, self.table = c, kernels, layer_table(c)
         dtype = kernels.dtype
         self.embed = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
-        self.value_embeds = nn.ParameterList(
-            nn.Parameter(torch.empty(c.padded_vocab, c.num_heads * c.head_dim, dtype=dtype)) for _ in range(c.num_value_tables))
+        tables = torch.empty(c.num_value_tables, c.padded_vocab, c.num_heads * c.head_dim, dtype=dtype)
+        self.value_embeds = nn.ParameterList(nn.Parameter(table) for table in tables)
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
         self.head = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
         self.head_gradients, self.cross_entropy = head_gradients, self.plain_loss
@@ -789,13 +802,31 @@ def init_weights(c: Config, model: nn.Module) -> None:
             family.init(p)
 
 
-def param_groups(c: Config, model: nn.Module) -> list[Group]:
+def param_groups(c: Config, model: nn.Module) -> list[dict]:
     """The split Adam groups and the Muon groups, in the order in which their gradients are reduced."""
-    groups: dict[str, Group] = {}
+    groups: dict[str, dict] = {}
     for family, params in claimed(c, model):
-        rule = (family.bank, family.kind, {}, family.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps)
-        groups.setdefault(family.bank, Group(*rule)).params.update(params)
+        rule = dict(name=family.bank, kind=family.kind, params={}, lr=family.lr, betas=(c.adam_beta1, c.adam_beta2),
+                    eps=c.adam_eps)
+        groups.setdefault(family.bank, rule)["params"].update(params)
     return list(groups.values())
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: list[int], num_tokens: int, seed: int = 0, temperature: float = 0.8, top_k: int = 50
+             ) -> list[int]:
+    """prompt + num_tokens sampled tokens. The whole context is computed anew each time; padded ids are never drawn."""
+    c, tokens = model.config, list(prompt)
+    device, generator = model.embed.device, torch.Generator().manual_seed(seed)
+    window = torch.full((), c.window_tokens // c.block_tokens, dtype=torch.int32, device=device)
+    for _ in range(num_tokens):
+        context = tokens[-c.row_tokens:]
+        length = round_up(len(context), c.block_tokens)
+        row = torch.tensor([context + [c.eod_id] * (length - len(context))], dtype=torch.int32, device=device)
+        logits = model(row, None, window)[0, len(context) - 1, :c.vocab_size].float().cpu() / max(temperature, 1e-6)
+        best = logits.topk(min(top_k, c.vocab_size))
+        tokens.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)]))
+    return tokens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -836,16 +867,6 @@ def find_shards(patterns: str, what: str) -> list[str]:
     return paths
 
 
-def fingerprint(path: str) -> str:
-    """First 16 hex digits of the sha256 over header, first and last MiB: cheap, and any other file differs."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        digest.update(file.read(SHARD_HEADER_BYTES + 2 ** 20))
-        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
-        digest.update(file.read())
-    return digest.hexdigest()[:16]
-
-
 def dataset_card(paths: list[str]) -> dict | None:
     """The dataset.json beside the shards, if there is one. Raises Refusal when it can't be used."""
     card = Path(paths[0]).parent / "dataset.json"
@@ -853,7 +874,7 @@ def dataset_card(paths: list[str]) -> dict | None:
         return None
     try:
         found = json.loads(card.read_text(encoding="utf-8"))
-        return {"tokenizer": str(found["tokenizer"]), "vocab_size": int(found["vocab_size"]), "eod_id": int(found["eod_id"])}
+        return dict(tokenizer=str(found["tokenizer"]), vocab_size=int(found["vocab_size"]), eod_id=int(found["eod_id"]))
     except (ValueError, KeyError, TypeError) as error:
         raise Refusal(f"{card}: not a usable dataset card ({error!r}); make it again with data/text.py") from None
 
@@ -897,8 +918,8 @@ class TokenStream:
             if self.vocab_size < 65_536 and int((part ^ -32_768).max()) + 32_768 >= self.vocab_size:
                 ids = part.int() & 0xFFFF
                 bad = int((ids >= self.vocab_size).nonzero()[0])
-                raise Refusal(f"{self.paths[k]}: token {int(ids[bad])} at position {a + bad} is outside the vocabulary of "
-                              f"{self.vocab_size}; were these shards made with another tokenizer?")
+                raise Refusal(f"{self.paths[k]}: token {int(ids[bad])} at position {a + bad} is outside the vocabulary "
+                              f"of {self.vocab_size}; were these shards made with another tokenizer?")
             starts += ((part == eod).nonzero().flatten() + (self.starts[k] + a)).tolist()
         return starts
 
@@ -909,30 +930,18 @@ def documents(stream: TokenStream, eod_id: int, begin: int = 0) -> Iterator[tupl
     What stands before the first eod_id counts as a document; one may run on into the next shard. The stream's last
     token is nobody's input, as it has no successor.
     """
-    first = max(0, bisect.bisect_right(stream.starts, begin) - 1)
     pending, last = begin, stream.num_tokens - 1
-    lookahead: dict[int, object] = {}
-
-    def index(k: int) -> None:
-        try:
-            lookahead[k] = stream.document_starts(k, eod_id)
-        except Refusal as error:
-            lookahead[k] = error
-
-    index(first)
-    for k in range(first, len(stream.paths)):
-        worker = threading.Thread(target=index, args=(k + 1,), daemon=True)
-        if k + 1 < len(stream.paths):
-            worker.start()
-        found = lookahead.pop(k)
-        if isinstance(found, Refusal):
-            raise found
-        for start in found:
-            if start > pending:
-                yield pending, min(start, last)
-                pending = start
-        if k + 1 < len(stream.paths):
-            worker.join()
+    first, shards = max(0, bisect.bisect_right(stream.starts, begin) - 1), len(stream.paths)
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(stream.document_starts, first, eod_id)
+        for k in range(first, shards):
+            found = ahead.result()
+            if k + 1 < shards:
+                ahead = pool.submit(stream.document_starts, k + 1, eod_id)
+            for start in found:
+                if start > pending:
+                    yield pending, min(start, last)
+                    pending = start
     if pending < last:
         yield pending, last
 
@@ -1011,36 +1020,22 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
 
     Row i of n goes to rank i // (n / size). Errors of the thread are raised here.
     """
-    ready: queue.Queue = queue.Queue(maxsize=ahead)
-    done = threading.Event()
+    def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
+        rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
+        mine = rows[rank * num_rows // size:(rank + 1) * num_rows // size]
+        both = torch.empty(2, len(mine), row_tokens, dtype=torch.int32, pin_memory=pinned)
+        for i, spans in enumerate(mine):
+            fill_row(planner.stream, spans, both[0, i], both[1, i])
+        return Batch(both[0], both[1], planner.position)
 
-    def put(item) -> None:
-        while not done.is_set():
-            with contextlib.suppress(queue.Full):
-                return ready.put(item, timeout=0.2)
-
-    def work() -> None:
-        try:
-            for num_rows, max_doc_tokens in plan:
-                mine = planner.rows(num_rows, row_tokens, max_doc_tokens)[rank * num_rows // size:(rank + 1) * num_rows // size]
-                both = torch.empty(2, len(mine), row_tokens, dtype=torch.int32, pin_memory=pinned)
-                for i, spans in enumerate(mine):
-                    fill_row(planner.stream, spans, both[0, i], both[1, i])
-                put(Batch(both[0], both[1], planner.position))
-                if done.is_set():
-                    return
-            put(None)
-        except BaseException as error:       # handed to the consumer, which raises it
-            put(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        done.set()
+    with ThreadPoolExecutor(1) as pool:
+        waiting: deque = deque()
+        for item in plan:
+            waiting.append(pool.submit(prepare, *item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, eod_id: int, rank: int, size: int
@@ -1130,7 +1125,7 @@ class RunLog:
                 self.path = Path(log_dir) / f"{self.run_id}.txt"
                 self.file = self.path.open("w", encoding="utf-8")
             except OSError as error:
-                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); name another folder") from None
+                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); name another one") from None
 
     def write(self, text: str) -> None:
         if self.file is not None:
@@ -1139,7 +1134,7 @@ class RunLog:
                 self.file.flush()
             except OSError as error:
                 self.file = None
-                print(f"warn: {self.path}: can't be written any more ({error.strerror}); training goes on", file=sys.stderr)
+                print(f"warn: {self.path}: log lost ({error.strerror}); training goes on", file=sys.stderr)
 
     def header(self, source: str, facts: dict) -> None:
         """Source, fence, facts as one JSON line, nvidia-smi, fence."""
@@ -1157,6 +1152,16 @@ class RunLog:
         if self.file is not None:
             self.file.close()
             self.file = None
+
+
+def fingerprint(path: str) -> str:
+    """First 16 hex digits of the sha256 over header, first and last MiB: cheap, and any other file differs."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        digest.update(file.read(1024 + 2 ** 20))
+        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
+        digest.update(file.read())
+    return digest.hexdigest()[:16]
 
 
 def source_of(log: str | Path) -> str:
@@ -1236,16 +1241,63 @@ class Clock:
         return self.total_ms + (1e3 * (time.perf_counter() - self.since) if self.since is not None else 0.0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# 9. Training
-# Build, warm up, evaluate, step, loop. The timed region is what stands between clock.resume() and clock.pause().
-
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 
 
-class Failure(Exception):
-    """The run can't go on: non-finite numbers, no memory. Its text is one readable message. Exit code 1."""
+class Progress:
+    """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
 
+    def __init__(self, c: Config, world: World, log: RunLog, clock: Clock, names: list[str], matmul_parameters: int):
+        self.config, self.log, self.clock, self.names = c, log, clock, names
+        self.waiting, self.tokens = None, 0
+        device = torch.cuda.get_device_name(world.device) if world.is_cuda else ""
+        peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in device), None)
+        self.flops_per_token = 6 * matmul_parameters / peak / world.size if peak else None      # in units of the peak
+
+    def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> str | None:
+        """Start copying this step's stats [1 + banks] (loss, squared gradient norms); look at the step before."""
+        self.tokens += tokens
+        on_cpu = stats.to("cpu", non_blocking=True)
+        before, self.waiting = self.waiting, (step, tokens, self.tokens, lr, on_cpu, self.clock.last)
+        return self.look(before)
+
+    def flush(self) -> str | None:
+        before, self.waiting = self.waiting, None
+        return self.look(before)
+
+    def mfu(self, tokens: float, ms: float) -> float | None:
+        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
+        return self.flops_per_token * tokens / ms * 1e3 if self.flops_per_token else None
+
+    def look(self, item) -> str | None:
+        """Write the step's line when it is due. -> what is not finite in it, or None."""
+        if item is None:
+            return None
+        step, tokens, so_far, lr, stats, event = item
+        if self.clock.cuda:
+            event.synchronize()
+        if not bool(stats.isfinite().all()):
+            bad = [name for name, value in zip(self.names, stats.tolist()) if not math.isfinite(value)]
+            return f"step {step + 1}: not a finite number: {', '.join(bad)}"
+        self.clock.collect(keep=1)
+        c, done = self.config, step + 1
+        if done % c.log_every_steps == 0 or done == 1:
+            times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
+            ms = sum(times) / len(times)
+            mfu = self.mfu(tokens, ms)
+            self.log.event(f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} "
+                           f"train_time:{self.clock.elapsed_ms():.0f}ms step_avg:{ms:.2f}ms "
+                           f"tokens_per_s:{tokens / ms * 1e3:.0f} " + (f"mfu:{mfu:.3f} " if mfu else "")
+                           + f"lr:{lr:.4f} tokens:{so_far}")
+        if done == 20 and c.num_steps > 40:
+            mean = sum(self.clock.step_ms) / len(self.clock.step_ms)
+            self.log.event(f"note: at this pace {c.num_steps} steps take about {mean * c.num_steps / 1e3:.0f} s")
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 9. Training
+# Build, warm up, evaluate, step, loop. The timed region is what stands between clock.resume() and clock.pause().
 
 @dataclass
 class Run:
@@ -1269,7 +1321,7 @@ def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) 
         raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
     same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
     if same:
-        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): the validation loss would mean nothing")
+        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean nothing")
     card = cards[0] or cards[1] or {}
     for key in ("vocab_size", "eod_id"):
         if key in card and overrides.get(key, card[key]) != card[key]:
@@ -1286,20 +1338,21 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
     c = dataclasses.replace(c, val_tokens=c.val_tokens or val_stream.num_tokens - 1)
     if val_stream.num_tokens <= c.val_tokens:
-        raise Refusal(f"--val_tokens={c.val_tokens}: the validation shards hold {val_stream.num_tokens:,} tokens, so at most "
+        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {val_stream.num_tokens:,} tokens, at most "
                       f"{val_stream.num_tokens - 1:,} targets; expected --val_tokens=0 (all) or fewer")
     if c.stages not in STAGES:
         raise Refusal(f"--stages={c.stages}: expected one of {', '.join(STAGES)}")
     rows = {rows_at(c, step) for step in range(c.num_steps)}
     if any(n % world.size for n in rows):
         legal = [n for n in range(1, math.gcd(*rows) + 1) if math.gcd(*rows) % n == 0]
-        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows a step evenly (rows = batch_tokens / row_tokens "
-                      f"= {c.batch_tokens} / {c.row_tokens}); legal counts: {', '.join(map(str, legal))}")
+        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows a step evenly (rows = batch_tokens / "
+                      f"row_tokens = {c.batch_tokens} / {c.row_tokens}); legal counts: {', '.join(map(str, legal))} "
+                      "(--nproc_per_node, or NPROC=n ./run.sh)")
     for k in range(len(val_paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     train_stream.document_starts(0, c.eod_id)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8)
-    if kernels.compile and not world.is_cuda and not any(map(run_quietly_which, ("cc", "gcc", "clang", "c++", "g++"))):
+    if kernels.compile and not world.is_cuda and not find_compiler():
         raise Refusal("--compile=on: a C compiler is needed for compilation and none was found; install one (gcc) "
                       "or use --compile=off")
     torch._dynamo.config.recompile_limit = 64
@@ -1307,13 +1360,9 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     with torch.device(world.device):
         model = GPT(c, kernels)
     init_weights(c, model)
-    optimizer = Optimizer(param_groups(c, model), world, kernels.compile and world.is_cuda, kernels.dtype)
+    groups = [Group(**row) for row in param_groups(c, model)]
+    optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda, kernels.dtype)
     return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or c.batch_rows)
-
-
-def run_quietly_which(name: str) -> bool:
-    import shutil
-    return shutil.which(os.environ.get("CC", name)) is not None
 
 
 def matmul_parameters(run: Run) -> int:
@@ -1354,7 +1403,7 @@ def micro_batches(run: Run, rows: Tensor) -> Iterator[Tensor]:
 
 
 def train_step(run: Run, step: int, batch: Batch) -> Tensor:
-    """Gradients over all micro-batches, one update. -> [1 + banks]: loss summed over this rank, squared gradient norms."""
+    """Gradients over all micro-batches, one update. -> [1 + banks]: mean loss, squared gradient norms."""
     c, window = run.config, window_tensor(run, step)
     loss = torch.zeros((), device=run.world.device)
     for inputs, targets in zip(micro_batches(run, batch.inputs), micro_batches(run, batch.targets)):
@@ -1363,7 +1412,10 @@ def train_step(run: Run, step: int, batch: Batch) -> Tensor:
         part.backward()
         loss += part.detach()
     norms = run.optimizer.step(lr_scale_at(c, step), momentum_at(c, step))
-    return torch.cat((loss[None], norms))
+    stats = torch.cat((loss[None], norms))
+    if run.world.size > 1:
+        dist.all_reduce(stats)
+    return stats
 
 
 @torch.no_grad()
@@ -1372,7 +1424,8 @@ def evaluate(run: Run, step: int, leave_out: int = -1) -> float:
     c, world = run.config, run.world
     run.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.val_row_tokens, c.eod_id, world.rank, world.size):
+    rows = validation_rows(run.val_stream, c.val_tokens, c.val_row_tokens, c.eod_id, world.rank, world.size)
+    for inputs, targets in rows:
         targets = targets.masked_fill(targets == leave_out, -1)
         count = (targets >= 0).sum()
         loss = run.model(inputs.to(world.device), targets.to(world.device), window_tensor(run, step))
@@ -1393,7 +1446,8 @@ def warmup(run: Run, log: RunLog) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = {rows_at(c, step): step for step in range(c.num_steps)}
     for num_rows, step in shapes.items():
-        tokens = torch.randint(0, c.vocab_size, (num_rows // run.world.size, c.row_tokens), generator=generator, dtype=torch.int32)
+        shape = num_rows // run.world.size, c.row_tokens
+        tokens = torch.randint(0, c.vocab_size, shape, generator=generator, dtype=torch.int32)
         for _ in range(2):
             train_step(run, step, Batch(tokens, tokens, run.position))
             log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
@@ -1409,23 +1463,6 @@ def warmup(run: Run, log: RunLog) -> None:
     torch.set_rng_state(rng[0])
     if run.world.is_cuda:
         torch.cuda.set_rng_state(rng[1], device)
-
-
-@torch.no_grad()
-def generate(model: GPT, prompt: list[int], num_tokens: int, seed: int = 0, temperature: float = 0.8, top_k: int = 50
-             ) -> list[int]:
-    """prompt + num_tokens sampled tokens. The whole context is computed anew each time; padded ids are never drawn."""
-    c, tokens = model.config, list(prompt)
-    device, generator = model.embed.device, torch.Generator().manual_seed(seed)
-    window = torch.full((), c.window_tokens // c.block_tokens, dtype=torch.int32, device=device)
-    for _ in range(num_tokens):
-        context = tokens[-c.row_tokens:]
-        length = round_up(len(context), c.block_tokens)
-        row = torch.tensor([context + [c.eod_id] * (length - len(context))], dtype=torch.int32, device=device)
-        logits = model(row, None, window)[0, len(context) - 1, :c.vocab_size].float().cpu() / max(temperature, 1e-6)
-        best = logits.topk(min(top_k, c.vocab_size))
-        tokens.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)]))
-    return tokens
 
 
 def bigram_loss(run: Run) -> float:
@@ -1457,59 +1494,17 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
         source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
         versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
                       hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads()),
-        devices=[device] * world.size, world_size=world.size, kernels={k: str(v) for k, v in run.kernels._asdict().items()},
-        data=dict(train=files(run.train_stream), val=files(run.val_stream)), micro_rows=run.micro_rows, resumed_from=None,
+        devices=[device] * world.size, world_size=world.size, micro_rows=run.micro_rows, resumed_from=None,
+        kernels={k: str(v) for k, v in run.kernels._asdict().items()},
+        data=dict(train=files(run.train_stream), val=files(run.val_stream)),
         git=dict(commit=run_quietly("git", "-C", here, "rev-parse", "HEAD"),
                  dirty=bool(run_quietly("git", "-C", here, "status", "--porcelain", "--untracked-files=no"))),
         parameters={**sizes, "total": sum(sizes.values()), "matmul": matmul_parameters(run)})
 
 
-class Progress:
-    """Train lines and the non-finite stop, from numbers copied off the device and read one step late."""
-
-    def __init__(self, run: Run, log: RunLog, clock: Clock):
-        self.run, self.log, self.clock, self.waiting, self.tokens = run, log, clock, None, 0
-        name = torch.cuda.get_device_name(run.world.device) if run.world.is_cuda else ""
-        self.peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in name), None)
-
-    def push(self, step: int, stats: Tensor) -> None:
-        """Sum over ranks, start the copy, and look at the step before."""
-        if self.run.world.size > 1:
-            dist.all_reduce(stats)
-        before, self.waiting = self.waiting, (step, stats.to("cpu", non_blocking=True), self.clock.last)
-        self.tokens += rows_at(self.run.config, step) * self.run.config.row_tokens
-        self.look(before)
-
-    def flush(self) -> None:
-        before, self.waiting = self.waiting, None
-        self.look(before)
-
-    def mfu(self, tokens: float, ms: float) -> float | None:
-        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
-        return 6 * matmul_parameters(self.run) * tokens / (ms / 1e3) / self.peak / self.run.world.size if self.peak else None
-
-    def look(self, item) -> None:
-        if item is None:
-            return
-        step, stats, event = item
-        if self.clock.cuda:
-            event.synchronize()
-        c = self.run.config
-        if not bool(stats.isfinite().all()):
-            names = ["loss"] + [f"gradient of {bank.group.name}" for bank in self.run.optimizer.banks]
-            bad = ", ".join(name for name, value in zip(names, stats.tolist()) if not math.isfinite(value))
-            raise Failure(f"step {step + 1}: not a finite number: {bad}. Lower the learning rates, or look at the data")
-        self.clock.collect(keep=1)
-        done = step + 1
-        if done % c.log_every_steps == 0 or done == 1:
-            times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
-            ms, tokens = sum(times) / len(times), rows_at(c, step) * c.row_tokens
-            mfu = self.mfu(tokens, ms)
-            self.log.event(f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
-                           f"step_avg:{ms:.2f}ms tokens_per_s:{tokens / ms * 1e3:.0f} "
-                           + (f"mfu:{mfu:.3f} " if mfu else "") + f"lr:{lr_scale_at(c, step):.4f}")
-        if done == 20 and c.num_steps > 40:
-            self.log.event(f"note: at this pace {c.num_steps} steps take about {ms * c.num_steps / 1e3:.0f} s")
+def stop_if(problem: str | None) -> None:
+    if problem:
+        raise Failure(f"{problem}. Lower the learning rates, or look at the data")
 
 
 def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list[str]) -> dict:
@@ -1518,11 +1513,13 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     c, clock = run.config, Clock(world.device)
     log.header(SOURCE, facts(run, overrides, argv))
     log.event("note: " + budget(run))
-    log.event(f"note: {world.size} x {world.device.type}, {sum(p.numel() for p in run.model.parameters()):,} parameters, "
-              + ", ".join(f"{k}={v}" for k, v in run.kernels._asdict().items()))
+    count = sum(p.numel() for p in run.model.parameters())
+    choices = ", ".join(f"{k}={v}" for k, v in run.kernels._asdict().items())
+    log.event(f"note: {world.size} x {world.device.type}, {count:,} parameters, {choices}")
     if world.is_cuda:
         warmup(run, log)
-    progress = Progress(run, log, clock)
+    names = ["loss"] + [f"gradient of {bank.group.name}" for bank in run.optimizer.banks]
+    progress = Progress(c, world, log, clock, names, matmul_parameters(run))
     plan = [(rows_at(c, step), stage_at(c, step)[0].max_doc_tokens) for step in range(c.num_steps)]
     loader = batches(Planner(run.train_stream, c.eod_id), plan, c.row_tokens, world.rank, world.size, world.is_cuda)
     result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=False)
@@ -1535,7 +1532,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         last = step == c.num_steps
         if last or (c.val_every_steps and step % c.val_every_steps == 0):
             clock.pause()
-            progress.flush()
+            stop_if(progress.flush())
             loss = evaluate(run, step)
             log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
@@ -1555,7 +1552,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         run.position = batch.position
         stats = train_step(run, step, batch)
         clock.step_done()
-        progress.push(step, stats)
+        stop_if(progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale_at(c, step), stats))
         if c.profile_steps and step == min(5 + c.profile_steps, c.num_steps) - 1:
             clock.synchronize()
             profiler.stop()
@@ -1566,7 +1563,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     slowest = sorted(range(len(times)), key=times.__getitem__)[-5:][::-1]
     log.event("note: slowest steps: " + ", ".join(f"{i + 1} ({times[i]:.1f} ms)" for i in slowest))
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
-    result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=round(clock.total_ms / max(1, result["step"]), 3),
+    step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
+    result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms,
                    tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
                    peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 if world.is_cuda else None)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
@@ -1585,9 +1583,12 @@ def closing_words(run: Run, result: dict, log: RunLog) -> None:
         log.event(f"note: {name}: {loss:.4f} nats/byte, {loss / math.log(2):.4f} bits/byte on held-out text")
     prompt = list(b"\n\nThe ")
     text = bytes(t for t in generate(run.model, [c.eod_id] + prompt, c.sample_tokens, c.seed) if t < 256)
-    log.event("note: a sample of what it writes:\n" + "\n".join("    | " + s for s in text.decode("utf-8", "replace").splitlines()))
-    log.event(f"note: {result['tokens_trained'] / result['train_time_ms'] * 1e3:,.0f} tokens/s on this machine; a GPU would "
-              "train the real thing: ./run.sh on one to eight H100s with FineWeb shards")
+    log.event("note: a sample of what it writes:")
+    log.event("\n".join("    | " + line for line in text.decode("utf-8", "replace").splitlines()))
+    log.event(f"note: {result['tokens_trained'] / result['train_time_ms'] * 1e3:,.0f} tokens/s on this machine; a GPU "
+              "would train the real thing: ./run.sh on one to eight H100s with FineWeb shards")
+    if log.path:
+        log.event(f"note: the log is {log.path}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1612,7 +1613,8 @@ def main(argv: list[str]) -> int:
         if world is None or world.rank == 0:
             print(f"train_gpt: {error}", file=sys.stderr, flush=True)
         if log is not None:
-            log.write("result:" + json.dumps(dict(status="refused" if isinstance(error, Refusal) else "failed", reason=str(error))))
+            status = "refused" if isinstance(error, Refusal) else "failed"
+            log.write("result:" + json.dumps(dict(status=status, reason=str(error))))
         return 2 if isinstance(error, Refusal) else 1
     finally:
         if log is not None:
