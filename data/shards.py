@@ -41,12 +41,14 @@ def _explain_foreign(path, head, size):
     """One line for a file of `size` bytes whose first bytes `head` are not a shard's; None when it could be one."""
     text = head.lstrip()
     if text.startswith(b"version https://git-lfs"):
-        return (f"{path}: {size:,} bytes, too short to hold a header of {HEADER_BYTES:,} bytes; it looks like the pointer "
-                "text of a large-file store (git-lfs), not the data: fetch the real file (git lfs pull) or download again")
+        return (f"{path}: {size:,} bytes, too short to hold a header of {HEADER_BYTES:,} bytes; it looks like the "
+                "pointer text of a large-file store (git-lfs), not the data: fetch the real file (git lfs pull) or "
+                "download again")
     if text[:1] == b"<" or text[:1] == b"{":
         kind = "a web page" if text[:1] == b"<" else "a JSON text"
         return f"{path}: {size:,} bytes that look like {kind}, not a token shard: {AGAIN}"
-    for start, kind in ((b"\x1f\x8b", "gzip"), (b"\xfd7zXZ", "xz"), (b"PK\x03\x04", "zip"), (b"\x28\xb5\x2f\xfd", "zstd")):
+    archives = ((b"\x1f\x8b", "gzip"), (b"\xfd7zXZ", "xz"), (b"PK\x03\x04", "zip"), (b"\x28\xb5\x2f\xfd", "zstd"))
+    for start, kind in archives:
         if head.startswith(start):
             return f"{path}: a {kind} archive, not a token shard: unpack it first"
     for start, kind in ((b"PAR1", "parquet file"), (b"\x93NUMPY", "numpy .npy file")):
@@ -123,7 +125,7 @@ def sha256_file(path):
 def make_header(tokens):
     """The 1,024 header bytes of a shard of `tokens` tokens."""
     if not 0 <= tokens <= MAX_SHARD_TOKENS:
-        raise ShardError(f"a shard can't hold {tokens:,} tokens: the format's count goes from 0 to {MAX_SHARD_TOKENS:,}")
+        raise ShardError(f"a shard can't hold {tokens:,} tokens: the format counts 0 to {MAX_SHARD_TOKENS:,}")
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, tokens
     return header.tobytes()
@@ -203,7 +205,7 @@ class ShardWriter:
         ids = as_ids(tokens)
         while len(ids):
             if self._file is None:
-                self._file = open(self._temp(self.name(len(self.shards))), "w+b")  # noqa: SIM115 (closed by _close)
+                self._file = open(self._temp(self.name(len(self.shards))), "w+b")
                 self._file.write(make_header(0))
                 self._held = 0
             part = ids[:self.shard_tokens - self._held]
@@ -248,7 +250,7 @@ class ShardWriter:
 
 
 def check_dataset(dataset, path):
-    """Raises ShardError when `dataset` (parsed dataset.json, read from `path`) breaks the contract of data/README.md."""
+    """`dataset` (parsed from `path`), or ShardError when it breaks the contract of data/README.md."""
     def wrong(what):
         return ShardError(f"{path}: {what}; make the data set again (data/text.py) or remove {DATASET_FILE}")
 

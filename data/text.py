@@ -8,7 +8,7 @@ What is one document:
     .txt .md (or any other name given)   the file; with --documents=paragraph or line, each paragraph or line of it.
                                          When one text file is all there is, its paragraphs (blank lines part them), or
                                          its lines if there is no blank line. Blank lines are never documents there.
-    .jsonl .ndjson                       each line: a JSON object whose --field (default "text") holds the text, or a string
+    .jsonl .ndjson                       each line: a JSON object whose --field ("text") holds the text, or a string
     .parquet                             each row: the column --field (needs pyarrow)
     - (standard input)                   each non-blank line of text, or of JSON with --stdin=jsonl
 Names may end in .gz besides. Folders are searched for these suffixes, at any depth; hidden files are left out. Text is
@@ -55,7 +55,9 @@ BLOCK_DOCUMENTS = 1 << 17
 DEFAULT_SHARD_TOKENS = 100_000_000
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson")
+FOREIGN_SUFFIXES = (".json", ".zip", ".tar", ".tgz", ".tar.gz", ".zst", ".xz", ".bz2", ".bin", ".pdf", ".docx")
 TIKTOKEN_SECONDS = 60
+DROPPED = "dropped"
 
 
 class InputError(Exception):
@@ -112,7 +114,7 @@ def _tiktoken_files(name):
 
 
 def load_tokenizer(name):
-    """The tokenizer `name`: "bytes" or a tiktoken encoding. Raises InputError, offline too (tiktoken alone may hang)."""
+    """The tokenizer `name`, "bytes" or a tiktoken encoding. Raises InputError, also when tiktoken's download hangs."""
     if name == "bytes":
         return BytesTokenizer()
     try:
@@ -124,8 +126,8 @@ def load_tokenizer(name):
     if name not in names:
         raise InputError(f"--tokenizer={name}: not known; expected bytes or one of {', '.join(names)}")
     if name in ("cl100k_base", "o200k_base", "o200k_harmony"):
-        raise InputError(f"--tokenizer={name}: its vocabulary has more than {shards.MAX_VOCAB_SIZE:,} ids and shards hold "
-                         "16-bit ids; use gpt2, r50k_base, p50k_base or bytes")
+        raise InputError(f"--tokenizer={name}: its vocabulary has more than {shards.MAX_VOCAB_SIZE:,} ids and shards "
+                         "hold 16-bit ids; use gpt2, r50k_base, p50k_base or bytes")
     result = []
 
     def load():
@@ -143,8 +145,8 @@ def load_tokenizer(name):
         reason = type(outcome).__name__ if isinstance(outcome, Exception) else outcome
         where = os.environ.get("TIKTOKEN_CACHE_DIR")
         where = f"TIKTOKEN_CACHE_DIR={where}" if where else "a folder named by TIKTOKEN_CACHE_DIR"
-        raise InputError(f"--tokenizer={name}: tiktoken could not get its files ({reason}); without a network put {wanted} "
-                         f"into {where}, or use --tokenizer=bytes")
+        raise InputError(f"--tokenizer={name}: tiktoken could not get its files ({reason}); without a network put "
+                         f"{wanted} into {where}, or use --tokenizer=bytes")
     if outcome.n_vocab > shards.MAX_VOCAB_SIZE:
         raise InputError(f"--tokenizer={name}: {outcome.n_vocab:,} ids, but shards hold 16-bit ids; use gpt2 or bytes")
     return TiktokenTokenizer(outcome)
@@ -164,11 +166,9 @@ def safe_cut(text):
     reaches across, and none looks back.
     """
     for low in range(len(text) - 1, 0, -4096):
-        last = None
-        for last in _SAFE_CUT.finditer(text, max(0, low - 4096), low + 1):
-            pass
-        if last and last.end() < len(text):
-            return last.end()
+        ends = [match.end() for match in _SAFE_CUT.finditer(text, max(0, low - 4096), low + 1)]
+        if ends:
+            return ends[-1]
     return 0
 
 
@@ -192,7 +192,7 @@ def cut_document(blocks):
 def _open_input(path):
     """(raw file, unpacked binary stream) of a file that may be gzip-packed."""
     try:
-        raw = open(path, "rb")  # noqa: SIM115 (closed by the caller)
+        raw = open(path, "rb")
     except OSError as error:
         raise InputError(f"{path}: can't be read ({error.strerror or error})") from error
     return raw, (gzip.GzipFile(fileobj=raw) if str(path).endswith(".gz") else raw)
@@ -302,8 +302,9 @@ def read_parquet(path, field, meter):
     try:
         with parquet.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:
-                raise InputError(f"{path}: no column {field!r}, only {', '.join(map(repr, file.schema_arrow.names))}; name "
-                                 "the one that holds the text with --field")
+                there = ", ".join(map(repr, file.schema_arrow.names))
+                raise InputError(f"{path}: no column {field!r}, only {there}; name the one that holds the text with "
+                                 "--field")
             rows, done = max(1, file.metadata.num_rows), 0
             for batch in file.iter_batches(batch_size=256, columns=[field]):
                 for value in batch.column(0).to_pylist():
@@ -338,7 +339,7 @@ def find_inputs(names):
                 folders[:] = sorted(x for x in folders if not x.startswith("."))
                 paths += [os.path.join(folder, x) for x in files if not x.startswith(".") and kind_of(x)]
             if not paths:
-                raise InputError(f"{name}: no {' '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} .parquet (.gz) file in this folder")
+                raise InputError(f"{name}: no file with {' '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} .parquet (.gz) in it")
         elif os.path.exists(name):
             paths = [name]
         else:
@@ -351,7 +352,7 @@ def find_inputs(names):
                 continue
             seen.add(real)
             kind = kind_of(path)
-            if kind is None and path.lower().endswith((".json", ".zip", ".tar", ".tgz", ".zst", ".xz", ".bz2", ".bin", ".pdf")):
+            if kind is None and path.lower().endswith(FOREIGN_SUFFIXES):
                 raise InputError(f"{path}: this kind of file can't be read; expected text, .jsonl or .parquet (.gz)")
             if kind == "parquet" and path.lower().endswith(".gz"):
                 raise InputError(f"{path}: a packed parquet file can't be read; unpack it first")
@@ -382,7 +383,7 @@ def read_inputs(names, meter, unit="auto", field="text", stdin="lines", order_se
         unit = "file"
         if len(found) == 1 and found[0][1] == "text":
             unit = "paragraph" if _has_blank_line(found[0][0]) else "line"
-            meter.notes.append(f"one text file: each {unit} is a document (--documents={unit}; choose with --documents)")
+            meter.notes.append(f"one text file, so each {unit} is a document (choose with --documents)")
     meter.total_bytes = sum(os.path.getsize(path) for path, _ in found)
     if order_seed is not None:
         random.Random(order_seed).shuffle(found)
@@ -430,10 +431,9 @@ def builtin_documents():
     for _, text in sorted(topics.items()):
         yield text, True
     root = Path(sysconfig.get_paths()["stdlib"])
-    for folder, folders, files in sorted(os.walk(root)):
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - NO_PROSE)
         parts = Path(folder).relative_to(root).parts
-        if NO_PROSE.intersection(parts):
-            continue
         for file in sorted(files):
             if not file.endswith(".py"):
                 continue
@@ -465,9 +465,12 @@ class HashSplit:
 
 
 class FirstSplit:
-    """The first documents are validation, up to `val_tokens`; exact copies of them that come later are dropped."""
+    """The first documents are validation, up to `val_tokens`; exact copies of them that come later are dropped.
 
-    def __init__(self, val_tokens, fraction=0.5):
+    `fraction` is for a corpus so small that split_small divides it.
+    """
+
+    def __init__(self, val_tokens, fraction):
         self.val_tokens, self.fraction, self.dropped = val_tokens, fraction, 0
         self._held, self._open, self._keys = 0, True, set()
 
@@ -480,7 +483,7 @@ class FirstSplit:
             self._open = False          # whole documents only: the first that doesn't fit ends the validation shard
         if key in self._keys:
             self.dropped += 1
-            return None
+            return DROPPED
         return "train"
 
 
@@ -500,16 +503,16 @@ def split_small(documents, fraction):
     for key, tokens in sorted(groups.items()):
         if held >= wanted:
             break
-        if held + tokens <= 2 * wanted:
+        if held + tokens <= 2 * wanted and 2 * (held + tokens) < total:
             taken.add(key)
             held += tokens
     if not taken:
         held, key = min((tokens, key) for key, tokens in groups.items())
         taken.add(key)
     if 2 * held >= total:
-        raise InputError(f"{len(documents):,} documents ({len(groups):,} different ones) with {total:,} tokens, end marks "
-                         "included: no room for a train split that is larger than the validation split; add text, or "
-                         "cut it finer (--documents=paragraph or line)")
+        raise InputError(f"{len(documents):,} documents ({len(groups):,} different ones) with {total:,} tokens, end "
+                         "marks included: no room for a train split that is larger than the validation split; add "
+                         "text, or cut it finer (--documents=paragraph or line)")
     return taken
 
 
@@ -526,12 +529,13 @@ class Builder:
         self.documents = {"train": 0, "val": 0}
         self.split, self.hash_order = split, hash_order
         self._block, self._tokens, self._flushed = [], 0, False
-        self._direct = None             # side of a document longer than a block, which is written as it comes
+        self._direct = None             # side (or DROPPED) of a document longer than a block, written as it comes
 
     def add(self, ids, key):
         """One encoded piece: uint16 ids; key is the content hash of a document's first piece, None for further ones."""
         if key is None and self._direct:
-            self.writers[self._direct].append(ids)
+            if self._direct != DROPPED:
+                self.writers[self._direct].append(ids)
             return
         self._direct = None
         if key is not None and (self._tokens >= BLOCK_TOKENS or len(self._block) >= BLOCK_DOCUMENTS):
@@ -544,7 +548,7 @@ class Builder:
         if self._tokens > 2 * BLOCK_TOKENS:
             long_document = self._block.pop()
             self._flush()
-            self._direct = self._write(*long_document, self.split.side(long_document[0], None)) or None
+            self._direct = self._write(*long_document, self.split.side(long_document[0], None))
 
     def _flush(self):
         block, self._block, self._tokens, self._flushed = self._block, [], 0, True
@@ -554,7 +558,7 @@ class Builder:
             self._write(key, parts, self.split.side(key, sum(map(len, parts))))
 
     def _write(self, key, parts, side):
-        if side:
+        if side != DROPPED:
             self.documents[side] += 1
             for ids in parts:
                 self.writers[side].append(ids)
@@ -578,8 +582,8 @@ class Builder:
         val.finish()
         if not val.tokens or train.tokens <= val.tokens:
             raise InputError(f"the split gave {train.tokens:,} train and {val.tokens:,} validation tokens in "
-                             f"{sum(self.documents.values()):,} documents: choose another --seed or --val-fraction, or cut "
-                             "the text finer (--documents=paragraph or line)")
+                             f"{sum(self.documents.values()):,} documents: choose another --seed or --val-fraction, or "
+                             "cut the text finer (--documents=paragraph or line)")
 
     def discard(self):
         for writer in self.writers.values():
@@ -653,8 +657,8 @@ class Progress:
         self.tokens += tokens
         if self.bar is not None and not self.bar.disable:
             seconds = max(1e-9, time.monotonic() - self.start)
-            self.bar.set_postfix_str(f"{self.documents / seconds:,.0f} documents/s, {self.tokens / seconds:,.0f} tokens/s",
-                                     refresh=False)
+            self.bar.set_postfix_str(f"{self.documents / seconds:,.0f} documents/s, "
+                                     f"{self.tokens / seconds:,.0f} tokens/s", refresh=False)
             self.bar.update(self.meter.done_bytes - self.bar.n)
 
     def close(self):
@@ -730,15 +734,15 @@ def summary(dataset, out, shard_tokens, meter, split, seconds):
     """The last line: documents, tokens, shards, what the last shard holds."""
     train, val = dataset["train"], dataset["val"]
     last = train["shards"][-1]
-    tokens = train["tokens"] + val["tokens"]
-    line = (f"{out}: {train['documents'] + val['documents']:,} documents ({val['documents']:,} validation), {tokens:,} tokens "
-            f"({val['tokens']:,} validation), {len(train['shards'])} + {len(val['shards'])} shards, the last, {last['file']}, "
-            f"holds {last['tokens']:,} of {shard_tokens:,} tokens; text sha256 {dataset['text_sha256'][:16]}; "
+    documents, tokens = (train[what] + val[what] for what in ("documents", "tokens"))
+    line = (f"{out}: {documents:,} documents ({val['documents']:,} validation), {tokens:,} tokens ({val['tokens']:,} "
+            f"validation), {len(train['shards'])} + {len(val['shards'])} shards; the last, {last['file']}, holds "
+            f"{last['tokens']:,} of {shard_tokens:,} tokens; text sha256 {dataset['text_sha256'][:16]}; "
             f"{seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
     if split.dropped:
         line += f"; {split.dropped:,} documents dropped, exact copies of validation documents"
     if meter.replaced:
-        line += f"; {meter.replaced:,} texts hold U+FFFD (bytes that are not UTF-8), the first in {meter.replaced_first}"
+        line += f"; {meter.replaced:,} texts hold U+FFFD (bytes that are not UTF-8), first {meter.replaced_first}"
     return line
 
 
