@@ -64,7 +64,8 @@ class Facts:
     sha256: str | None
 
 
-def _client():
+def client():
+    """The package huggingface_hub, imported when first needed (it reads HF_* then). Raises HubError."""
     try:
         import huggingface_hub
         import huggingface_hub.errors
@@ -83,13 +84,13 @@ def _transport_errors():
 
 
 def endpoint():
-    _client()
+    client()
     from huggingface_hub import constants
     return constants.ENDPOINT
 
 
 def is_offline():
-    _client()
+    client()
     from huggingface_hub import constants
     return constants.is_offline_mode()
 
@@ -146,9 +147,9 @@ class Fetcher:
         self.stop = stop or threading.Event()
         self._counted = set()
 
-    def _retry(self, name, action):
+    def retry(self, name, action):
         """action() until it returns; new bytes reset the count of failures. Raises HubError, Stopped."""
-        errors = _client().errors
+        errors = client().errors
         failures, damages = 0, 0
         while True:
             before = self.received(name)
@@ -193,9 +194,9 @@ class Fetcher:
 
     def facts(self, remote):
         """What the hub says about the file (Facts). Raises HubError, Stopped."""
-        client = _client()
-        url = client.hf_hub_url(remote.repo, remote.path, repo_type="dataset", revision=remote.revision)
-        data = self._retry(remote.name, lambda: client.get_hf_file_metadata(url))
+        hf = client()
+        url = hf.hf_hub_url(remote.repo, remote.path, repo_type="dataset", revision=remote.revision)
+        data = self.retry(remote.name, lambda: hf.get_hf_file_metadata(url))
         if data.size is None or not data.etag:
             raise HubError(f"{remote.name}: {url} answers without size or ETag, so nothing can be checked; is "
                            "HF_ENDPOINT a hub?")
@@ -212,7 +213,7 @@ class Fetcher:
             if other != part:
                 other.unlink()                  # of another version of the file
         if not self._from_cache(remote, facts, part):
-            self._retry(remote.name, lambda: self._download(remote, facts, part))
+            self.retry(remote.name, lambda: self._download(remote, facts, part))
         if check:
             try:
                 check(part)
@@ -226,7 +227,7 @@ class Fetcher:
 
     def _from_cache(self, remote, facts, part):
         """Link (else copy) the file from the hub cache, if a good copy lies there."""
-        cached = _client().try_to_load_from_cache(remote.repo, remote.path, repo_type="dataset", revision=facts.commit)
+        cached = client().try_to_load_from_cache(remote.repo, remote.path, repo_type="dataset", revision=facts.commit)
         if not isinstance(cached, str):
             return False
         cached = os.path.realpath(cached)
@@ -246,9 +247,9 @@ class Fetcher:
 
     def _download(self, remote, facts, part):
         """One try: go on where the part ends, then check. Raises Damaged and the client's errors."""
-        client = _client()
+        hf = client()
         from huggingface_hub import constants
-        url = client.hf_hub_url(remote.repo, remote.path, repo_type="dataset", revision=facts.commit or remote.revision)
+        url = hf.hf_hub_url(remote.repo, remote.path, repo_type="dataset", revision=facts.commit or remote.revision)
         with open(part, "ab") as file:
             held = file.tell()
             if held > facts.size:
@@ -258,16 +259,16 @@ class Fetcher:
                 self._counted.add(remote.name)
                 self._count(held)
             if held < facts.size:
-                headers = client.utils.build_hf_headers()
+                headers = hf.utils.build_hf_headers()
                 headers["Accept-Encoding"] = "identity"
                 if held:
                     headers["Range"] = f"bytes={held}-"
-                with client.get_session().stream("GET", url, headers=headers,
+                with hf.get_session().stream("GET", url, headers=headers,
                                                  timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
                     if response.status_code == 416:
                         self._restart(file)
                         raise Damaged("the hub can't go on from there")
-                    client.utils.hf_raise_for_status(response)
+                    hf.utils.hf_raise_for_status(response)
                     if held and not response.headers.get("Content-Range", "").startswith(f"bytes {held}-"):
                         self._restart(file)     # the whole file comes instead of its rest
                     self._receive(response, file, facts)
@@ -405,7 +406,7 @@ def _offline(wanted, folder, check):
     missing = 0
     for remote in wanted:
         target = folder / remote.name
-        cached = _client().try_to_load_from_cache(remote.repo, remote.path, repo_type="dataset",
+        cached = client().try_to_load_from_cache(remote.repo, remote.path, repo_type="dataset",
                                                   revision=remote.revision)
         source = cached if isinstance(cached, str) else target
         try:

@@ -319,6 +319,15 @@ def read_parquet(path, field, meter):
     meter.done_bytes = before + size
 
 
+def read_file(path, kind, unit, field, meter):
+    """Documents of one file of the given kind (see kind_of); unit is file, paragraph or line, for text."""
+    if kind == "text":
+        return read_text(path, unit, meter)
+    if kind == "jsonl":
+        return read_jsonl(_raw_blocks(path, meter), field, path)
+    return read_parquet(path, field, meter)
+
+
 def kind_of(path):
     """text, jsonl or parquet by name; None for a name that folders are not searched for."""
     name = str(path).lower().removesuffix(".gz")
@@ -388,16 +397,7 @@ def read_inputs(names, meter, unit="auto", field="text", stdin="lines", order_se
     if order_seed is not None:
         random.Random(order_seed).shuffle(found)
 
-    def documents():
-        for path, kind in found:
-            if kind == "text":
-                yield from read_text(path, unit, meter)
-            elif kind == "jsonl":
-                yield from read_jsonl(_raw_blocks(path, meter), field, path)
-            else:
-                yield from read_parquet(path, field, meter)
-
-    return documents()
+    return (piece for path, kind in found for piece in read_file(path, kind, unit, field, meter))
 
 
 NO_PROSE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3",
@@ -666,17 +666,22 @@ class Progress:
             self.bar.close()
 
 
+def check_free(out, overwrite):
+    """Raise InputError when the folder `out` holds a data set already."""
+    there = [x.name for x in (*sorted(Path(out).glob("*.bin")), *Path(out).glob(shards.DATASET_FILE))]
+    if there and not overwrite:
+        raise InputError(f"--out={out}: holds {there[0]} already; choose another folder, or --overwrite to replace its "
+                         f"{len(there)} files")
+
+
 def prepare_folder(out, overwrite):
-    """Make the output folder; refuse one that holds a data set already. Clears temporary files of an earlier run."""
+    """Make the output folder, unless it holds a data set already; clear temporary files of an earlier run."""
     out = Path(out)
+    check_free(out, overwrite)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out={out}: can't be made ({error.strerror or error})") from error
-    there = [x.name for x in sorted(out.glob("*.bin"))] + [x.name for x in out.glob(shards.DATASET_FILE)]
-    if there and not overwrite:
-        raise InputError(f"--out={out}: holds {there[0]} already; choose another folder, or --overwrite to replace its "
-                         f"{len(there)} files")
     for temp in out.glob("*.bin" + shards.TEMP_SUFFIX):
         temp.unlink()
     return out
@@ -691,6 +696,8 @@ def build(documents, tokenizer, out, *, split, train_name, val_name, shard_token
     builder = Builder(out, train_name, val_name, shard_tokens, split, hash_order)
     progress = Progress(meter, show_progress)
     digest = hashlib.sha256()
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)         # encoders wait for the lock after each document: 5 ms would cost a fifth
     try:
         for raw, encoded in encode_all(documents, tokenizer, seed, threads):
             digest.update(raw)
@@ -706,6 +713,7 @@ def build(documents, tokenizer, out, *, split, train_name, val_name, shard_token
         builder.discard()
         raise
     finally:
+        sys.setswitchinterval(switch_interval)
         progress.close()
     dataset = {"format": shards.DATASET_FORMAT, "tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size,
                "eod_id": tokenizer.eod_id}
@@ -786,6 +794,20 @@ def add_common_arguments(parser, out):
     parser.add_argument("--overwrite", action="store_true", help="replace a data set that is already in the folder")
 
 
+def build_and_tell(documents, args, out, split, meter, *, how, **options):
+    """build() with the common arguments of the command line, then the last line; returns the exit code 0."""
+    start = time.monotonic()
+    tokenizer = load_tokenizer(args.tokenizer)
+    out = prepare_folder(out, args.overwrite)
+    for note in meter.notes:
+        print(f"note: {note}", file=sys.stderr)
+    how |= versions("numpy", *tokenizer.packages)
+    dataset = build(documents, tokenizer, out, split=split, shard_tokens=args.shard_tokens, threads=args.threads,
+                    meter=meter, how=how, **options)
+    print(summary(dataset, out, args.shard_tokens, meter, split, time.monotonic() - start))
+    return 0
+
+
 def run_main(main, argv):
     """Run main(argv) as a command: errors become one line and an exit code, Ctrl-C is quiet, stop signals clean up."""
     for stream in (sys.stdout, sys.stderr):
@@ -825,28 +847,19 @@ def main(argv):
     if args.builtin == bool(args.inputs):
         raise InputError("name files, folders, patterns or - as inputs, or use --builtin alone (--help tells more)")
     out = args.out or here / ("builtin" if args.builtin else "text")
-    start = time.monotonic()
     meter = Meter()
     if args.builtin:
         documents = builtin_documents()
     else:
         documents = read_inputs(args.inputs, meter, args.documents, args.field, args.stdin,
                                 None if args.no_shuffle else args.seed)
-    tokenizer = load_tokenizer(args.tokenizer)
-    rebuilt = False
-    if args.builtin and Path(out, shards.DATASET_FILE).exists():
-        rebuilt = bool((shards.read_dataset(out) or {}).get("how", {}).get("builtin"))
-    out = prepare_folder(out, args.overwrite or rebuilt)
-    for note in meter.notes:
-        print(f"note: {note}", file=sys.stderr)
-    how = {"argv": argv, "builtin": args.builtin, "seed": args.seed,
-           "split": f"by hash of content, fraction {args.val_fraction}", **versions("numpy", *tokenizer.packages)}
-    split = HashSplit(args.val_fraction)
-    dataset = build(documents, tokenizer, out, split=split, train_name="train_{:06d}.bin".format,
-                    val_name="val_{:06d}.bin".format, shard_tokens=args.shard_tokens, seed=args.seed,
-                    hash_order=not args.no_shuffle, threads=args.threads, meter=meter, how=how)
-    print(summary(dataset, out, args.shard_tokens, meter, split, time.monotonic() - start))
-    return 0
+    if args.builtin and not args.overwrite and Path(out, shards.DATASET_FILE).exists():
+        args.overwrite = bool((shards.read_dataset(out) or {}).get("how", {}).get("builtin"))   # can be made any time
+    return build_and_tell(documents, args, out, HashSplit(args.val_fraction), meter,
+                          train_name="train_{:06d}.bin".format, val_name="val_{:06d}.bin".format, seed=args.seed,
+                          hash_order=not args.no_shuffle, how={
+                              "argv": argv, "builtin": args.builtin, "seed": args.seed,
+                              "split": f"by hash of content, fraction {args.val_fraction}"})
 
 
 if __name__ == "__main__":
