@@ -198,6 +198,11 @@ def _open_input(path):
     return raw, (gzip.GzipFile(fileobj=raw) if str(path).endswith(".gz") else raw)
 
 
+def refuse_utf16(start, path):
+    if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise InputError(f"{path}: UTF-16 text, expected UTF-8: convert it (iconv -f UTF-16 -t UTF-8)")
+
+
 def _raw_blocks(path, meter):
     """Byte blocks of a file; refuses UTF-16, counts what was read for the progress bar."""
     raw, stream = _open_input(path)
@@ -206,8 +211,8 @@ def _raw_blocks(path, meter):
         try:
             first = True
             while block := stream.read(1 << 20):
-                if first and block[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                    raise InputError(f"{path}: UTF-16 text, expected UTF-8: convert it (iconv -f UTF-16 -t UTF-8)")
+                if first:
+                    refuse_utf16(block, path)
                 yield block.removeprefix(codecs.BOM_UTF8) if first else block
                 first = False
                 meter.done_bytes = before + raw.tell()
@@ -222,7 +227,9 @@ def _text_blocks(path, meter):
         text = decoder.decode(block)
         meter.look(text, path)
         yield text
-    yield decoder.decode(b"", True)
+    rest = decoder.decode(b"", True)
+    meter.look(rest, path)
+    yield rest
 
 
 def _lines(blocks):
@@ -373,9 +380,11 @@ def _has_blank_line(path):
     _, stream = _open_input(path)
     with stream:
         try:
-            return re.search(rb"\n[ \t\r]*\n", stream.read(1 << 20).strip()) is not None
+            start = stream.read(1 << 20)
         except (OSError, EOFError) as error:
             raise InputError(f"{path}: reading failed ({error}); is the file whole?") from error
+    refuse_utf16(start, path)
+    return re.search(rb"\n[ \t\r]*\n", start.strip()) is not None
 
 
 def read_inputs(names, meter, unit="auto", field="text", stdin="lines", order_seed=None):

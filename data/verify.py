@@ -82,7 +82,7 @@ def check_ids(report, tokens):
     report.starts = np.concatenate(starts) if starts else np.zeros(0, dtype=np.int64)
     report.documents, report.out_of_range = len(report.starts), bad
     if bad:
-        report.faults.append(f"{report.path}: {bad:,} ids out of range, the first at position {first[0]}: id {first[1]}; "
+        report.faults.append(f"{report.path}: {bad:,} ids out of range, first at position {first[0]}: id {first[1]}; "
                              f"the vocabulary has {report.vocab_size:,} ids (0..{report.vocab_size - 1}); wrong "
                              "tokenizer, or damaged: make or download it again")
 

@@ -1,24 +1,21 @@
 """data/cached_fineweb10B.py: the real hub client, and a local server that serves, cuts, lies, throttles and refuses."""
 import hashlib
-import http.server
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
 import pytest
+from hub_server import COMMIT, Hub, environment
 from shard_helpers import DATA, raw_shard
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 
 REPO = "kjj0/fineweb10B-gpt2"
 NAMES = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
-COMMIT = "c0ffee" * 6 + "c0ff"
 
 
 def content(seed, tokens=999_488):          # 2 MB with the header
@@ -28,122 +25,11 @@ def content(seed, tokens=999_488):          # 2 MB with the header
 FILES = {name: content(index) for index, name in enumerate(NAMES)}
 
 
-class Hub:
-    """A stand-in for the hub. `plan[file]` is a list of tricks, one per GET; then it behaves."""
-
-    def __init__(self, files):
-        self.files, self.plan, self.head_plan, self.log = dict(files), {}, {}, []
-        self.stuck, self.elsewhere, self.tokens_elsewhere = threading.Event(), False, []
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *args):
-                pass
-
-            def do_HEAD(self):
-                outer.answer(self, False)
-
-            def do_GET(self):
-                outer.answer(self, True)
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.port = self.server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self):
-        self.stuck.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-    def gets(self, name):
-        return [entry for entry in self.log if entry[0] == "GET" and entry[1] == name]
-
-    @staticmethod
-    def reply(handler, status, headers=(), body=b""):
-        handler.send_response(status)
-        for key, value in headers:
-            handler.send_header(key, value)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        if handler.command == "GET":
-            handler.wfile.write(body)
-
-    def answer(self, handler, get):
-        parts = handler.path.split("/")
-        name = parts[-1]
-        if parts[1] == "storage":
-            self.tokens_elsewhere.append(handler.headers.get("Authorization"))
-            return self.send_file(handler, get, name)
-        if parts[1:4] != ["datasets", *REPO.split("/")] or parts[4] != "resolve":
-            return self.reply(handler, 404)
-        self.log.append((handler.command, name, handler.headers.get("Range")))
-        if name not in self.files:
-            return self.reply(handler, 404, [("X-Error-Code", "EntryNotFound"), ("X-Repo-Commit", COMMIT)])
-        if self.elsewhere:          # as the real hub does: the facts here, the bytes at a storage host
-            data = self.files[name]
-            return self.reply(handler, 302, [
-                ("X-Repo-Commit", COMMIT), ("X-Linked-Etag", f'"{hashlib.sha256(data).hexdigest()}"'),
-                ("X-Linked-Size", str(len(data))), ("Location", f"http://localhost:{self.port}/storage/{name}")])
-        return self.send_file(handler, get, name)
-
-    def send_file(self, handler, get, name):
-        data = self.files[name]
-        plan = (self.plan if get else self.head_plan).get(name, [])
-        trick = plan.pop(0) if plan else "serve"
-        if trick in ("429", "429-head"):
-            return self.reply(handler, 429, [("Retry-After", "1")])
-        if trick == "503":
-            return self.reply(handler, 503)
-        etag = hashlib.sha256(data).hexdigest()
-        headers = [("X-Repo-Commit", COMMIT), ("Accept-Ranges", "bytes")]
-        headers += [("ETag", f'"{etag}"'), ("X-Linked-Etag", f'"{etag}"'), ("X-Linked-Size", str(len(data)))]
-        if trick == "lie":
-            data = data[:5000] + bytes(100) + data[5100:]
-        if trick == "short":
-            data = data[:1_000_000]
-        status, start = 200, 0
-        if get and (asked := handler.headers.get("Range")) and trick != "no-range":
-            start = int(asked.removeprefix("bytes=").rstrip("-"))
-            status = 206
-            headers.append(("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}"))
-        body = data[start:]
-        handler.send_response(status)
-        for key, value in headers:
-            handler.send_header(key, value)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        if not get:
-            return None
-        if trick == "cut":
-            handler.wfile.write(body[:len(body) // 2])
-            handler.wfile.flush()
-            handler.close_connection = True
-            handler.connection.shutdown(socket.SHUT_RDWR)
-        elif trick == "hang":
-            handler.wfile.write(body[:len(body) // 2])
-            handler.wfile.flush()
-            self.stuck.wait(60)
-            handler.close_connection = True
-        else:
-            handler.wfile.write(body)
-        return None
-
-
 @pytest.fixture
 def hub():
-    server = Hub(FILES)
+    server = Hub(REPO, FILES)
     yield server
     server.close()
-
-
-def environment(tmp_path, url, **more):
-    env = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
-    env.update(HF_ENDPOINT=url, HF_HOME=str(tmp_path / "hf"), HF_HUB_DISABLE_TELEMETRY="1", OMP_NUM_THREADS="1", **more)
-    return env
 
 
 def command(tmp_path, count=2):
