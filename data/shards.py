@@ -190,16 +190,16 @@ class ShardWriter:
     final names, `discard()` removes everything that has none yet. Memory: what one append brings.
     """
 
-    def __init__(self, folder, name, shard_tokens):
+    def __init__(self, folder, name, shard_tokens, temp_suffix=TEMP_SUFFIX):
         if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
             raise ShardError(f"shard size {shard_tokens:,} tokens, expected 1 to {MAX_SHARD_TOKENS:,}")
-        self.folder, self.name, self.shard_tokens = Path(folder), name, shard_tokens
+        self.folder, self.name, self.shard_tokens, self.temp_suffix = Path(folder), name, shard_tokens, temp_suffix
         self.shards = []                # rows of dataset.json: file, tokens, sha256
         self.tokens = 0
         self._file, self._held = None, 0
 
     def _temp(self, name):
-        return self.folder / (name + TEMP_SUFFIX)
+        return self.folder / (name + self.temp_suffix)
 
     def append(self, tokens):
         ids = as_ids(tokens)
@@ -230,6 +230,22 @@ class ShardWriter:
         if self._file is not None:
             self._close()
         return self.shards
+
+    def read_back(self, sizes):
+        """After finish(): yield for each of `sizes` (tokens, in order) an iterator of arrays; take each to its end."""
+        shards = iter(self.shards)
+        rest = np.zeros(0, dtype="<u2")
+
+        def part(size):
+            nonlocal rest
+            while size:
+                if not len(rest):
+                    rest = read_tokens(self._temp(next(shards)["file"]))
+                yield rest[:size]
+                taken = min(size, len(rest))
+                rest, size = rest[taken:], size - taken
+
+        return map(part, sizes)
 
     def commit(self):
         for shard in self.finish():

@@ -472,6 +472,9 @@ class HashSplit:
     def side(self, key, tokens):
         return "val" if key < self._bound else "train"
 
+    def is_fair(self, val_tokens, tokens):
+        return self.fraction / 3 < val_tokens / tokens < min(0.5, self.fraction * 3)
+
 
 class FirstSplit:
     """The first documents are validation, up to `val_tokens`; exact copies of them that come later are dropped.
@@ -495,9 +498,12 @@ class FirstSplit:
             return DROPPED
         return "train"
 
+    def is_fair(self, val_tokens, tokens):
+        return 0 < 2 * val_tokens < tokens
+
 
 def split_small(documents, fraction):
-    """Keys of the validation documents of a corpus that fits in one block; documents: [(key, tokens)].
+    """Keys of the validation documents of a small corpus; documents: [(key, tokens)].
 
     Equal documents stay together. In hash order, groups are taken until validation holds about `fraction` of the
     tokens, none of them larger than twice that; if there is none so small, the smallest group alone. Raises InputError
@@ -529,7 +535,8 @@ class Builder:
     """Receives encoded documents in order, splits them, writes both sides under temporary names.
 
     Memory is flat: at most one block of documents is held. A corpus that ends within the first block is split exactly
-    (split_small); a longer one by `split`, document by document.
+    (split_small); a longer one by `split`, document by document, and once more by split_small if that came out unfair,
+    as it may with few documents.
     """
 
     def __init__(self, folder, train_name, val_name, shard_tokens, split, hash_order):
@@ -537,7 +544,9 @@ class Builder:
                         "val": shards.ShardWriter(folder, val_name, shard_tokens)}
         self.documents = {"train": 0, "val": 0}
         self.split, self.hash_order = split, hash_order
+        self.names, self.folder, self.shard_tokens = {"train": train_name, "val": val_name}, folder, shard_tokens
         self._block, self._tokens, self._flushed = [], 0, False
+        self._written = []              # [key, tokens, side] of each document written, while they are few
         self._direct = None             # side (or DROPPED) of a document longer than a block, written as it comes
 
     def add(self, ids, key):
@@ -545,6 +554,8 @@ class Builder:
         if key is None and self._direct:
             if self._direct != DROPPED:
                 self.writers[self._direct].append(ids)
+                if self._written:
+                    self._written[-1][1] += len(ids)
             return
         self._direct = None
         if key is not None and (self._tokens >= BLOCK_TOKENS or len(self._block) >= BLOCK_DOCUMENTS):
@@ -571,13 +582,37 @@ class Builder:
             self.documents[side] += 1
             for ids in parts:
                 self.writers[side].append(ids)
+            if self._written is not None:
+                self._written.append([key, sum(map(len, parts)), side])
+                if len(self._written) > BLOCK_DOCUMENTS:
+                    self._written = None
         return side
+
+    def _split_again(self):
+        """Divide what is written by split_small."""
+        val_keys = split_small([(key, tokens) for key, tokens, _ in self._written], self.split.fraction)
+        old, back = self.writers, {}
+        for side, writer in old.items():
+            back[side] = writer.read_back([tokens for _, tokens, its_side in self._written if its_side == side])
+        self.writers = {side: shards.ShardWriter(self.folder, self.names[side], self.shard_tokens,
+                                                 ".again" + shards.TEMP_SUFFIX) for side in old}
+        try:
+            self.documents = {"train": 0, "val": 0}
+            for key, _, side in self._written:
+                new_side = "val" if key in val_keys else "train"
+                self.documents[new_side] += 1
+                for ids in next(back[side]):
+                    for low in range(0, len(ids), BLOCK_TOKENS):
+                        self.writers[new_side].append(ids[low:low + BLOCK_TOKENS])
+        finally:
+            for writer in old.values():
+                writer.discard()
 
     def finish(self):
         """Write what is held. Raises InputError when either side would be empty or validation the larger one."""
+        if not self._flushed and not self._block:
+            raise InputError("no document found: nothing to write")
         if not self._flushed:
-            if not self._block:
-                raise InputError("no document found: nothing to write")
             val_keys = split_small([(key, sum(map(len, parts))) for key, parts in self._block], self.split.fraction)
             block, self._block = self._block, []
             if self.hash_order:
@@ -586,13 +621,19 @@ class Builder:
                 self._write(key, parts, "val" if key in val_keys else "train")
         else:
             self._flush()
-        train, val = (self.writers[side] for side in ("train", "val"))
-        train.finish()
-        val.finish()
+            train, val = self._finished()
+            if self._written and not self.split.is_fair(val.tokens, train.tokens + val.tokens):
+                self._split_again()
+        train, val = self._finished()
         if not val.tokens or train.tokens <= val.tokens:
             raise InputError(f"the split gave {train.tokens:,} train and {val.tokens:,} validation tokens in "
                              f"{sum(self.documents.values()):,} documents: choose another --seed or --val-fraction, or "
                              "cut the text finer (--documents=paragraph or line)")
+
+    def _finished(self):
+        for writer in self.writers.values():
+            writer.finish()
+        return self.writers["train"], self.writers["val"]
 
     def discard(self):
         for writer in self.writers.values():
@@ -691,7 +732,7 @@ def prepare_folder(out, overwrite):
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out={out}: can't be made ({error.strerror or error})") from error
-    for temp in out.glob("*.bin" + shards.TEMP_SUFFIX):
+    for temp in out.glob("*.bin*" + shards.TEMP_SUFFIX):
         temp.unlink()
     return out
 
@@ -825,7 +866,7 @@ def run_main(main, argv):
     def stop(number, frame):
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         return main(argv)
     except InputError as error:
@@ -837,6 +878,8 @@ def run_main(main, argv):
     except KeyboardInterrupt:
         print("stopped; nothing was left half-written", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main(argv):

@@ -415,6 +415,48 @@ def test_documents_longer_than_everything(tmp_path, monkeypatch):
         assert sorted(train + val) == sorted(x.encode() for x in documents)
 
 
+@pytest.mark.parametrize("tool", [text, fineweb])
+def test_few_long_documents_are_split_fairly(tmp_path, monkeypatch, tool):
+    """More than a block, but so few documents that chance would leave validation empty or far too large."""
+    monkeypatch.setattr(text, "PIECE_CHARS", 3000)
+    monkeypatch.setattr(text, "BATCH_CHARS", 3000)
+    monkeypatch.setattr(text, "BLOCK_TOKENS", 5000)
+    books = [story(i, 2500) for i in range(8)] + [story(8, 600)] * 2
+    source = write_jsonl(tmp_path / "in.jsonl", books)
+    for seed in range(4 if tool is text else 1):
+        out = tmp_path / str(seed)
+        argv = [str(source), "--tokenizer=bytes", "--shard-tokens=2000", f"--out={out}"]
+        assert text.run_main(tool.main, argv + ([f"--seed={seed}"] if tool is text else [])) == 0
+        train, val = documents_of(out, "train"), documents_of(out, "val")
+        assert sorted(train + val) == sorted(x.encode() for x in books)
+        assert val == [books[8].encode()] * 2               # the smallest that chance could not be trusted with
+        assert not list(out.glob("*.tmp"))
+        assert verify.main([str(out)]) == 0
+
+
+def test_full_disk(tmp_path):
+    """Files may not grow beyond 1 MB: one line, exit 1, nothing left."""
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 3000) for i in range(200)])
+    out = tmp_path / "out"
+    command = f'ulimit -f 1024; exec "{sys.executable}" "{DATA / "text.py"}" "{source}" --tokenizer=bytes "--out={out}"'
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert nothing_left(out)
+
+
+def test_missing_packages_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert make(tmp_path / "out", tmp_path / "x.parquet", "--tokenizer=bytes") == 2
+    assert "pip install pyarrow" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    source = write_jsonl(tmp_path / "in.jsonl", ["a", "b", "c"])
+    assert make(tmp_path / "out", source) == 2
+    assert "pip install tiktoken" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert make(tmp_path / "out", source, "--tokenizer=bytes") == 0         # a bar is a comfort
+
+
 def test_fineweb_order_and_names(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(text, "BLOCK_TOKENS", 1000)
     documents = [story(i, 10) for i in range(300)]
@@ -559,7 +601,8 @@ def test_a_data_set_is_not_replaced_by_accident(tmp_path, capsys):
 def test_a_broken_run_leaves_no_final_name(tmp_path, how, code):
     out = tmp_path / "out"
     process = subprocess.Popen([sys.executable, str(DATA / "text.py"), "-", "--tokenizer=bytes",
-                                "--shard-tokens=1000000", f"--out={out}"], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+                                "--shard-tokens=1000000", f"--out={out}"],
+                               stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     line = b"a line of text that is long enough to fill a few shards in no time at all %07d\n"
     for block in range(80):
         process.stdin.write(b"".join(line % (block * 1000 + i) for i in range(1000)))
