@@ -230,3 +230,33 @@ def test_bad_count(tmp_path, argument):
     result = subprocess.run([sys.executable, str(DATA / "cached_fineweb10B.py"), "--", argument], capture_output=True,
                             text=True, timeout=30)
     assert result.returncode == 2 and "1 to 103" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_silent_network_is_given_up(monkeypatch):
+    """A firewall that swallows everything, and a name lookup that never ends."""
+    import hub as hub_module
+
+    def swallow(*args, **options):
+        time.sleep(3)
+
+    monkeypatch.setattr(socket, "create_connection", swallow)
+    monkeypatch.setattr(hub_module, "PROBE_SECONDS", 0.1)
+    for key in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(key, raising=False)
+    start = time.monotonic()
+    with pytest.raises(hub_module.HubError, match="no connection to https://hub.example .no answer within"):
+        hub_module.probe("https://hub.example")
+    assert time.monotonic() - start < 2
+
+
+def test_a_proxy_is_asked_instead(monkeypatch):
+    import hub as hub_module
+    asked = []
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: asked.append(address) or socket.socket())
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    hub_module.probe("https://hub.example")
+    monkeypatch.setenv("no_proxy", "hub.example")
+    hub_module.probe("https://hub.example")
+    assert asked == [("proxy.example", 3128), ("hub.example", 443)]
