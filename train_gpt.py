@@ -27,10 +27,12 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import uuid
+import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -119,6 +121,11 @@ class Config:
     log_every_steps: int = 10
     profile_steps: int = 0                 # so many steps (from step 5 on) into a Chrome trace beside the log
     sample_tokens: int = 0                 # so many generated tokens at the end (byte vocabularies only)
+    # Trust
+    checkpoint_every_steps: int = 0        # and once at the end; 0 = only when SIGTERM or SIGINT stops the run
+    checkpoint_dir: str = "checkpoints"    # each run gets a folder of its own in it, with its last two checkpoints
+    resume: str = ""                       # folder of a checkpoint, or latest: the newest one in checkpoint_dir
+    self_check: str = "on"                 # before the clock starts: causality, isolation, equal ranks, disjoint data
 
     @property
     def padded_vocab(self) -> int:
@@ -145,9 +152,13 @@ PRESETS: dict[str, dict] = {
         num_value_tables=1, window_tokens=64, block_tokens=16, momentum_warmup_steps=10),
 }
 CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
-               fp8=("auto", "on", "off"), deterministic=("on", "off"))
+               fp8=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
 SWITCH_WORDS = {"true": "on", "1": "on", "yes": "on", "false": "off", "0": "off", "no": "off"}
-HARMLESS_KEYS = ("seed", "log_dir", "micro_rows", "train_files", "val_files")     # overrides that change no curve
+HARMLESS_KEYS = ("seed", "log_dir", "micro_rows", "train_files", "val_files",     # overrides that change no curve
+                 "checkpoint_every_steps", "checkpoint_dir", "self_check")
+RESUME_MAY_CHANGE = set(HARMLESS_KEYS[1:]) | {          # what a resumed run may set anew; the data itself is compared
+    "preset", "resume", "max_epochs", "val_tokens", "val_row_tokens", "val_every_steps", "target_loss", "compile",
+    "attention", "fp8", "deterministic", "log_every_steps", "profile_steps", "sample_tokens"}
 
 
 def parse_value(key: str, kind: type, text: str):
@@ -530,6 +541,15 @@ class Bank:
         names = ("momentum",) if group.kind == "muon" else ("exp_avg", "exp_avg_sq")
         self.state = {name: torch.zeros_like(self.master) for name in names}
 
+    def owned(self) -> Iterator[tuple[str, int, int, slice]]:
+        """(parameter, a, b, place): this rank's shard, taken flat, holds the parameter's elements a..b-1 at place."""
+        unit, low = math.prod(self.weight.shape[1:]), self.world.rank * self.master.numel()
+        for name, p in self.group.params.items():
+            start = self.offsets[name] * unit
+            a, b = max(start, low), min(start + p.numel(), low + self.master.numel())
+            if a < b:
+                yield name, a - start, b - start, slice(a - low, b - low)
+
     def reduce(self):
         """Start summing gradients over the ranks into this rank's shard."""
         if self.world.size > 1:
@@ -590,6 +610,24 @@ class Optimizer:
                     f"{bank.group.name}.master": bank.master}
             out |= {f"{bank.group.name}.{key}": value for key, value in bank.state.items()}
         return out
+
+    def pieces(self) -> dict[tuple[str, str, int, int], Tensor]:
+        """What this rank owns of the exact weights and the state, flat, as views: by (parameter, kind, a, b).
+
+        All ranks' pieces together are every parameter once, without padding, so any number of ranks can load them.
+        """
+        return {(name, kind, a, b): t.flatten()[place] for bank in self.banks for name, a, b, place in bank.owned()
+                for kind, t in {"weight": bank.master, **bank.state}.items()}
+
+    @torch.no_grad()
+    def load(self, whole: dict[tuple[str, str], Tensor], steps: dict[str, int]) -> None:
+        """Take over weights and state, flat and whole, by (parameter, kind); steps by bank."""
+        for (name, kind, a, b), piece in self.pieces().items():
+            piece.copy_(whole[name, kind][a:b])
+        for bank in self.banks:
+            bank.steps = steps[bank.group.name]
+            for name, p in bank.group.params.items():
+                p.copy_(whole[name, "weight"].view(p.shape))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -923,6 +961,14 @@ class TokenStream:
             starts += ((part == eod).nonzero().flatten() + (self.starts[k] + a)).tolist()
         return starts
 
+    def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
+        """A number for the first tokens of each document of shard k that is longer than length."""
+        starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
+        ends = torch.cat((starts[1:], torch.tensor([len(self.shard(k))])))
+        starts = starts[ends - starts > length]
+        odd = torch.randint(-2 ** 62, 2 ** 62, (length,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+        return (self.shard(k)[starts[:, None] + 1 + torch.arange(length)] * odd).sum(1)
+
 
 def documents(stream: TokenStream, eod_id: int, begin: int = 0) -> Iterator[tuple[int, int]]:
     """(start, stop) of each document from position begin on, for one epoch. Indexes the next shard in the background.
@@ -1108,6 +1154,7 @@ def momentum_at(c: Config, step: int) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
 # The log is the record: source, header, events. The clock that times it. Rank 0 writes, the others stay silent.
+# A checkpoint is a folder: torch.distributed.checkpoint's files, and checkpoint.json with the facts and all checksums.
 
 FENCE = "=" * 100
 
@@ -1241,6 +1288,126 @@ class Clock:
         return self.total_ms + (1e3 * (time.perf_counter() - self.since) if self.since is not None else 0.0)
 
 
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def one_line(error: BaseException) -> str:
+    """The first cause of an error, without its traceback."""
+    failures = getattr(error, "failures", None)           # torch's CheckpointException: {rank: (exception, traceback)}
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class Store:
+    """Writes folder/step_N in the background, under another name until it is whole, and keeps the last two.
+
+    Tensors are keyed "PARAMETER/KIND[a:b]": elements a to b of the flat parameter. group: gloo, of all ranks.
+    What can't be written (full disk, no permission) is said in one line, and training goes on.
+    """
+
+    def __init__(self, folder: Path, world: World, log: RunLog, group=None):
+        self.folder, self.world, self.log, self.group = folder, world, log, group
+        self.pool, self.pending, self.last = ThreadPoolExecutor(1), None, None
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+    def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
+        """Copy this rank's tensors off the device now; write while training goes on, after the write before."""
+        self.finish()
+        staged = {key: t.detach().to("cpu", copy=True) for key, t in tensors.items()}
+        self.pending = self.pool.submit(self.write, f"step_{step:06d}", staged, facts)
+
+    def close(self) -> None:
+        self.finish()
+        self.pool.shutdown()
+
+    def finish(self) -> None:
+        """Wait for the write under way, if there is one."""
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+    def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
+        from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
+        part, whole = self.folder / f"writing_{name}", self.folder / name
+        try:
+            save(tensors, storage_writer=FileSystemWriter(part), process_group=self.group)
+            if self.world.rank == 0:
+                files = {file.name: sha256_of(file) for file in sorted(part.iterdir())}
+                body = json.dumps({**facts, "files": files})
+                with (part / "checkpoint.json").open("w", encoding="ascii") as file:
+                    file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.rename(whole)
+                for old in sorted(self.folder.glob("step_*"))[:-2]:
+                    shutil.rmtree(old, ignore_errors=True)
+                self.last = whole
+        except (Exception, CheckpointException) as error:
+            self.log.event(f"warn: {whole}: checkpoint not written ({one_line(error)}); training goes on, "
+                           f"the last good one is {self.last}")
+            if self.world.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+
+
+def find_checkpoint(resume: str, folder: str) -> Path:
+    """The folder that --resume names. Raises Refusal when there is none."""
+    found = [Path(resume)] if resume != "latest" else \
+        sorted(Path(folder).glob("*/step_*"), key=lambda path: (path / "checkpoint.json").stat().st_mtime_ns)
+    if not found or not found[-1].is_dir():
+        raise Refusal(f"--resume={resume}: no checkpoint there" + (f" in {folder}" if resume == "latest" else ""))
+    return found[-1]
+
+
+def read_checkpoint(folder: str | Path) -> tuple[dict, dict[tuple[str, str], Tensor]]:
+    """(facts, flat whole tensors by (parameter, kind)). Raises Refusal that names the file when a byte is wrong."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+    folder = Path(folder)
+    try:
+        place = folder / "checkpoint.json"
+        digest, _, body = place.read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+        facts = json.loads(body)
+        for name, wanted in facts["files"].items():
+            place = folder / name
+            if sha256_of(place) != wanted:
+                raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+    except OSError as error:
+        raise Refusal(f"{place}: can't be read ({error.strerror})") from None
+    reader, chunks = FileSystemReader(folder), {}
+    for key, info in reader.read_metadata().state_dict_metadata.items():
+        name, kind, a, b = re.fullmatch(r"(.+)/(\w+)\[(\d+):(\d+)\]", key).groups()
+        chunks.setdefault((name, kind), []).append((int(a), int(b), key, info.properties.dtype))
+    whole = {key: torch.empty(max(b for _, b, _, _ in found), dtype=found[0][3]) for key, found in chunks.items()}
+    load({key: whole[name][a:b] for name, found in chunks.items() for a, b, key, _ in found}, storage_reader=reader,
+         no_dist=True)
+    return facts, whole
+
+
+class StopSignal:
+    """Notes the first SIGTERM or SIGINT while installed (a with block); a second one acts as it did before."""
+
+    def __init__(self):
+        self.number, self.before = 0, {}
+
+    def __enter__(self):
+        with contextlib.suppress(ValueError):             # only the main thread may install handlers
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.before[number] = signal.signal(number, self.note)
+        return self
+
+    def note(self, number: int, frame) -> None:
+        self.number = number
+        self.__exit__()
+
+    def __exit__(self, *_) -> None:
+        while self.before:
+            signal.signal(*self.before.popitem())
+
+
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 
 
@@ -1249,13 +1416,13 @@ class Progress:
 
     def __init__(self, c: Config, world: World, log: RunLog, clock: Clock, names: list[str], matmul_parameters: int):
         self.config, self.log, self.clock, self.names = c, log, clock, names
-        self.waiting, self.tokens = None, 0
+        self.waiting, self.tokens, self.stopping = None, 0, False
         device = torch.cuda.get_device_name(world.device) if world.is_cuda else ""
         peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in device), None)
         self.flops_per_token = 6 * matmul_parameters / peak / world.size if peak else None      # in units of the peak
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> str | None:
-        """Start copying this step's stats [1 + banks] (loss, squared gradient norms); look at the step before."""
+        """Start copying this step's stats (loss, squared gradient norms, stop); look at the step before."""
         self.tokens += tokens
         on_cpu = stats.to("cpu", non_blocking=True)
         before, self.waiting = self.waiting, (step, tokens, self.tokens, lr, on_cpu, self.clock.last)
@@ -1279,6 +1446,7 @@ class Progress:
         if not bool(stats.isfinite().all()):
             bad = [name for name, value in zip(self.names, stats.tolist()) if not math.isfinite(value)]
             return f"step {step + 1}: not a finite number: {', '.join(bad)}"
+        self.stopping = bool(stats[-1])
         self.clock.collect(keep=1)
         c, done = self.config, step + 1
         if done % c.log_every_steps == 0 or done == 1:
@@ -1402,8 +1570,9 @@ def micro_batches(run: Run, rows: Tensor) -> Iterator[Tensor]:
     return (part.to(run.world.device, non_blocking=True) for part in rows.split(n))
 
 
-def train_step(run: Run, step: int, batch: Batch) -> Tensor:
-    """Gradients over all micro-batches, one update. -> [1 + banks]: mean loss, squared gradient norms."""
+def train_step(run: Run, step: int, batch: Batch, stop: int = 0) -> Tensor:
+    """Gradients over all micro-batches, one update. -> [1 + banks + 1]: mean loss, squared gradient norms, the sum of
+    all ranks' stop (not 0: a signal came)."""
     c, window = run.config, window_tensor(run, step)
     loss = torch.zeros((), device=run.world.device)
     for inputs, targets in zip(micro_batches(run, batch.inputs), micro_batches(run, batch.targets)):
@@ -1412,7 +1581,7 @@ def train_step(run: Run, step: int, batch: Batch) -> Tensor:
         part.backward()
         loss += part.detach()
     norms = run.optimizer.step(lr_scale_at(c, step), momentum_at(c, step))
-    stats = torch.cat((loss[None], norms))
+    stats = torch.cat((loss[None], norms, loss.new_full((1,), float(stop))))
     if run.world.size > 1:
         dist.all_reduce(stats)
     return stats
@@ -1444,6 +1613,7 @@ def warmup(run: Run, log: RunLog) -> None:
     steps = [bank.steps for bank in run.optimizer.banks]
     rng = torch.get_rng_state(), torch.cuda.get_rng_state(device) if run.world.is_cuda else None
     generator = torch.Generator().manual_seed(1)
+    fit_memory(run, log)
     shapes = {rows_at(c, step): step for step in range(c.num_steps)}
     for num_rows, step in shapes.items():
         shape = num_rows // run.world.size, c.row_tokens
@@ -1463,6 +1633,93 @@ def warmup(run: Run, log: RunLog) -> None:
     torch.set_rng_state(rng[0])
     if run.world.is_cuda:
         torch.cuda.set_rng_state(rng[1], device)
+
+
+def fit_memory(run: Run, log: RunLog) -> None:
+    """Forward and backward of the largest micro-batch. Out of memory: --micro_rows=auto takes fewer rows at once, the
+    same curve; else a Failure that names the number that may fit. Leaves gradients behind."""
+    c, device = run.config, run.world.device
+    rows = max(rows_at(c, step) for step in range(c.num_steps)) // run.world.size
+    legal = [n for n in range(1, rows + 1) if rows % n == 0]
+    while True:
+        n = max(m for m in legal if m <= run.micro_rows)
+        tokens, full = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=device), torch.zeros((), device=device)
+        try:
+            run.model(tokens, tokens, window_tensor(run, c.num_steps)).backward()
+        except torch.OutOfMemoryError:
+            full += 1
+        if run.world.size > 1:
+            dist.all_reduce(full)
+        if not full:
+            return
+        torch.cuda.empty_cache()
+        if n == 1:
+            raise Failure(f"out of memory with one row of {c.row_tokens} tokens: lower --row_tokens or --model_dim")
+        smaller = max(m for m in legal if m <= max(1, n // 2))
+        if c.micro_rows:
+            raise Failure(f"out of memory with {n} rows at once: use --micro_rows={smaller}, or --micro_rows=auto")
+        run.micro_rows = smaller
+        log.event(f"note: {n} rows at once don't fit in memory, trying micro_rows={smaller}")
+
+
+MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
+SELF_CHECK_TOLERANCE = 1e-5        # relative: what can't be seen takes no part in a sum, so numerics leave no trace
+
+
+@torch.no_grad()
+def self_check(run: Run, log: RunLog) -> None:
+    """Is the number this run will print worth anything? Raises Failure. Leaves all state as it was.
+
+    The validation pass (compiled as it will be) on shaken weights, for fresh ones attend to nothing: the loss of tokens
+    at the begin of a second document must not move with later tokens or the first document, and must with their own.
+    """
+    began, c, world = time.perf_counter(), run.config, run.world
+    weights = [bank.weight for bank in run.optimizer.banks]
+    saved = [weight.clone() for weight in weights]
+    generator = torch.Generator(world.device).manual_seed(1)
+    for p in run.model.parameters():
+        p.add_(torch.randn(p.shape, generator=generator, device=world.device), alpha=0.05)
+    T, middle, n = c.val_row_tokens, c.val_row_tokens // 2, min(16, c.val_row_tokens // 4)
+    row, other, aims = torch.randint(c.vocab_size, (3, 1, T), generator=generator, device=world.device).int()
+    for tokens in (row, other):
+        tokens[tokens == c.eod_id] = (c.eod_id + 1) % c.vocab_size
+        tokens[:, (0, middle)] = c.eod_id
+    aims[:, :middle], aims[:, middle + n:] = -1, -1
+
+    def moved(changed: slice) -> float:
+        """Relative change of the loss of tokens middle..middle+n-1 when the tokens at changed are others."""
+        spoiled = row.clone()
+        spoiled[:, changed] = other[:, changed]
+        base, loss = (float(run.model(tokens, aims, window_tensor(run, c.num_steps))) for tokens in (row, spoiled))
+        return abs(loss - base) / abs(base)
+
+    run.model.eval()
+    later, before, own = (moved(slice(a, b)) for a, b in ((middle + n, T), (1, middle), (middle + 1, middle + n // 2)))
+    run.model.train()
+    for weight, was in zip(weights, saved):
+        weight.copy_(was)
+    for what, change in (("later tokens", later), ("another document", before)):
+        if not change <= SELF_CHECK_TOLERANCE:
+            raise Failure(f"self-check: {what} changed, and the loss of {n} tokens moved by {change:.2g} of itself "
+                          f"(tolerance {SELF_CHECK_TOLERANCE})")
+    if not own > 0:
+        raise Failure("self-check: the context of tokens changed, and their loss did not")
+    sums = torch.stack([w.view(torch.int32 if w.element_size() == 4 else torch.int16).sum(dtype=torch.int64)
+                        for w in weights])
+    extremes = torch.stack((sums, -sums))
+    if world.size > 1:
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    unequal = [bank.group.name for bank, high, low in zip(run.optimizer.banks, *extremes) if high != -low]
+    if unequal:
+        raise Failure(f"self-check: the ranks hold different weights in {', '.join(unequal)}")
+    held_out = torch.cat([run.val_stream.document_hashes(k, c.eod_id) for k in range(len(run.val_stream.paths))])
+    known = int(torch.isin(held_out, run.train_stream.document_hashes(0, c.eod_id)).sum())
+    if known > MAX_KNOWN_SHARE * len(held_out):
+        raise Failure(f"self-check: {known} of {len(held_out)} validation documents begin like documents of "
+                      f"{run.train_stream.paths[0]}: training and validation text overlap")
+    log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated (within "
+              f"{SELF_CHECK_TOLERANCE:g}), ranks equal, {known} of {len(held_out)} validation documents begin like one "
+              "of the first training shard")
 
 
 def bigram_loss(run: Run) -> float:
@@ -1507,28 +1764,117 @@ def stop_if(problem: str | None) -> None:
         raise Failure(f"{problem}. Lower the learning rates, or look at the data")
 
 
+def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
+    """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
+    stop_if(progress.flush())
+    pieces = run.optimizer.pieces()
+    finite = torch.stack([piece.isfinite().all() for piece in pieces.values()]).all().int()
+    if run.world.size > 1:
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    stop_if(None if finite else f"step {step}: weights or optimizer state are not finite numbers")
+    tensors = {f"{name}/{kind}[{a}:{b}]": piece for (name, kind, a, b), piece in pieces.items()}
+    random_states = {"cpu": torch.get_rng_state()}
+    if run.world.is_cuda:
+        random_states[f"cuda{run.world.rank}"] = torch.cuda.get_rng_state(run.world.device)
+    tensors |= {f"rng/{kind}[0:{len(state)}]": state for kind, state in random_states.items()}
+    banks = run.optimizer.banks
+    store.save(step, tensors, dict(
+        format=1, step=step, tokens=progress.tokens, position=run.position, total_ms=progress.clock.elapsed_ms(),
+        step_ms=list(progress.clock.step_ms), bank_steps={bank.group.name: bank.steps for bank in banks},
+        shapes={name: list(p.shape) for bank in banks for name, p in bank.group.params.items()}, run=header))
+
+
+def load_checkpoint(run: Run, header: dict) -> dict:
+    """Take over the checkpoint that --resume names, and note it in the header. -> its facts.
+
+    Raises Refusal, before anything is changed, for the first thing in it that does not fit this run.
+    """
+    path = find_checkpoint(run.config.resume, run.config.checkpoint_dir)
+    saved, whole = read_checkpoint(path)
+    random_states = {kind: whole.pop((name, kind)) for name, kind in list(whole) if name == "rng"}
+    here, banks = json.loads(json.dumps(header)), run.optimizer.banks
+
+    def same(what: str, there: dict, ours: dict) -> None:
+        for key in list(there) + list(ours):
+            if there.get(key) != ours.get(key):
+                raise Refusal(f"--resume={path}: {what} {key} differs: {there.get(key, 'nothing')} in the checkpoint, "
+                              f"{ours.get(key, 'nothing')} in this run")
+
+    same("setting", *({key: value for key, value in head["config"].items() if key not in RESUME_MAY_CHANGE}
+                      for head in (saved["run"], here)))
+    for split in ("train", "val"):
+        same(f"{split} file", *({f"{number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']:,} tokens)"
+                                 for number, file in enumerate(head["data"][split]["files"], 1)}
+                                for head in (saved["run"], here)))
+    same("shape of", saved["shapes"], {name: list(p.shape) for bank in banks for name, p in bank.group.params.items()})
+    same("number of elements of", {f"{name}/{kind}": t.numel() for (name, kind), t in whole.items()},
+         {f"{name}/{kind}": p.numel() for bank in banks for name, p in bank.group.params.items()
+          for kind in ("weight", *bank.state)})
+    same("bank", dict.fromkeys(saved["bank_steps"], 1), {bank.group.name: 1 for bank in banks})
+    run.optimizer.load(whole, saved["bank_steps"])
+    run.position = Position(*saved["position"])
+    torch.set_rng_state(random_states["cpu"])
+    if f"cuda{run.world.rank}" in random_states and run.world.is_cuda:
+        torch.cuda.set_rng_state(random_states[f"cuda{run.world.rank}"], run.world.device)
+    header["resumed_from"] = str(path)
+    return saved
+
+
 def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list[str]) -> dict:
     """The whole run. -> the result that the log's last line holds. Raises Refusal or Failure."""
     run = build(config, world, overrides)
-    c, clock = run.config, Clock(world.device)
-    log.header(SOURCE, facts(run, overrides, argv))
+    c, clock, header = run.config, Clock(world.device), facts(run, overrides, argv)
+    saved, group, run_id = load_checkpoint(run, header) if c.resume else None, None, [log.run_id]
+    if world.size > 1:
+        group = dist.new_group(backend="gloo")           # checkpoints talk here while NCCL trains
+        dist.broadcast_object_list(run_id, group=group)
+    log.header(SOURCE, header)
     log.event("note: " + budget(run))
     count = sum(p.numel() for p in run.model.parameters())
     choices = ", ".join(f"{k}={v}" for k, v in run.kernels._asdict().items())
     log.event(f"note: {world.size} x {world.device.type}, {count:,} parameters, {choices}")
+    if saved:
+        log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
+                  + ("" if saved["run"]["source_sha256"] == header["source_sha256"] else ", written by another source"))
     if world.is_cuda:
         warmup(run, log)
+    if c.self_check == "on":
+        self_check(run, log)
     names = ["loss"] + [f"gradient of {bank.group.name}" for bank in run.optimizer.banks]
     progress = Progress(c, world, log, clock, names, matmul_parameters(run))
-    plan = [(rows_at(c, step), stage_at(c, step)[0].max_doc_tokens) for step in range(c.num_steps)]
-    loader = batches(Planner(run.train_stream, c.eod_id), plan, c.row_tokens, world.rank, world.size, world.is_cuda)
-    result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=False)
-    profiler = contextlib.nullcontext()
+    if saved:
+        clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
+    store = Store(Path(c.checkpoint_dir) / run_id[0], world, log, group)
     clock.synchronize()
-    result["time_to_first_step_s"] = round(process_age_s(), 2)
-    log.event(f"note: time_to_first_step_s:{result['time_to_first_step_s']}")
+    started = round(process_age_s(), 2)
+    log.event(f"note: time_to_first_step_s:{started}")
+    with StopSignal() as signals, contextlib.closing(store):
+        result = loop(run, progress, store, signals, header, saved["step"] if saved else 0)
+    times = clock.step_ms
+    slowest = sorted(range(len(times)), key=times.__getitem__)[-5:][::-1]
+    log.event("note: slowest steps: " + ", ".join(f"{i + 1} ({times[i]:.1f} ms)" for i in slowest))
+    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
+    step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
+    result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms, time_to_first_step_s=started,
+                   tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
+                   peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 if world.is_cuda else None)
+    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
+    log.event("result:" + json.dumps(result))
+    if result["status"] != "stopped":
+        closing_words(run, result, log)
+    return result
+
+
+def loop(run: Run, progress: Progress, store: Store, signals: StopSignal, header: dict, first: int) -> dict:
+    """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last validation."""
+    c, world, log, clock = run.config, run.world, progress.log, progress.clock
+    plan = [(rows_at(c, step), stage_at(c, step)[0].max_doc_tokens) for step in range(first, c.num_steps)]
+    planner = Planner(run.train_stream, c.eod_id, run.position)
+    loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
+    result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
+    profiler = contextlib.nullcontext()
     clock.resume()
-    for step in range(c.num_steps + 1):
+    for step in range(first, c.num_steps + 1):
         last = step == c.num_steps
         if last or (c.val_every_steps and step % c.val_every_steps == 0):
             clock.pause()
@@ -1541,8 +1887,10 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
                 raise Failure(f"step {step}: the validation loss is not a finite number")
             if c.target_loss and loss <= c.target_loss and not last:
                 result |= dict(status="target_reached", reason=f"validation loss {loss:.4f} <= {c.target_loss}")
-                break
+                last = True
             if last:
+                if c.checkpoint_every_steps:
+                    save_checkpoint(run, store, step, progress, header)
                 break
             clock.resume()
         if c.profile_steps and step == min(5, c.num_steps - 1):
@@ -1550,7 +1898,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
             profiler.start()
         batch = next(loader)
         run.position = batch.position
-        stats = train_step(run, step, batch)
+        stats = train_step(run, step, batch, signals.number)
         clock.step_done()
         stop_if(progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale_at(c, step), stats))
         if c.profile_steps and step == min(5 + c.profile_steps, c.num_steps) - 1:
@@ -1558,18 +1906,19 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
             profiler.stop()
             if log.path:
                 profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
+        if progress.stopping:                             # of the step before, so all ranks stop after the same step
+            clock.pause()
+            began = time.perf_counter()
+            save_checkpoint(run, store, step + 1, progress, header)
+            store.finish()
+            number = signals.number or signal.SIGTERM
+            result |= dict(status="stopped", step=step + 1, val_loss=None, signal=number,
+                           reason=f"{signal.Signals(number).name}; go on with --resume={store.last}")
+            log.event(f"note: {result['reason']} (checkpoint took {time.perf_counter() - began:.2f} s)")
+            break
+        if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
+            save_checkpoint(run, store, step + 1, progress, header)
     loader.close()
-    times = clock.step_ms
-    slowest = sorted(range(len(times)), key=times.__getitem__)[-5:][::-1]
-    log.event("note: slowest steps: " + ", ".join(f"{i + 1} ({times[i]:.1f} ms)" for i in slowest))
-    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
-    step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
-    result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms,
-                   tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
-                   peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 if world.is_cuda else None)
-    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
-    log.event("result:" + json.dumps(result))
-    closing_words(run, result, log)
     return result
 
 
@@ -1593,7 +1942,7 @@ def closing_words(run: Run, result: dict, log: RunLog) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 10. Front door
-# Parse, enter the world, train, leave. Exit codes: 0 done, 1 failed, 2 refused.
+# Parse, enter the world, train, leave. Exit codes: 0 done, 1 failed, 2 refused, 128 + signal stopped with a checkpoint.
 
 
 def main(argv: list[str]) -> int:
@@ -1607,8 +1956,8 @@ def main(argv: list[str]) -> int:
             torch.use_deterministic_algorithms(True)
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)
-        train(config, world, log, overrides, argv)
-        return 0
+        result = train(config, world, log, overrides, argv)
+        return 128 + result["signal"] if result["status"] == "stopped" else 0
     except (Refusal, Failure) as error:
         if world is None or world.rank == 0:
             print(f"train_gpt: {error}", file=sys.stderr, flush=True)

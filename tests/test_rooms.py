@@ -25,15 +25,15 @@ class Room(NamedTuple):
 
 ROOMS = (
     Room("Door", 60, ()),
-    Room("Configuration", 140, ()),
+    Room("Configuration", 150, ()),
     Room("World", 60, ()),
     Room("Kernels", 330, ()),
     Room("Optimizer", 260, (2, 3)),
     Room("Model", 300, (1, 3)),
-    Room("Data", 170, ()),
+    Room("Data", 175, ()),
     Room("Schedules", 80, (1,)),
-    Room("Log and checkpoint", 200, (1, 2)),
-    Room("Training", 300, (1, 2, 3, 4, 5, 6, 7, 8)),
+    Room("Log and checkpoint", 240, (1, 2)),
+    Room("Training", 400, (1, 2, 3, 4, 5, 6, 7, 8)),
     Room("Front door", 40, (1, 2, 8, 9)),
 )
 DOOR, CONFIGURATION, WORLD, KERNELS, OPTIMIZER, MODEL, DATA, SCHEDULES, LOG, TRAINING, FRONT_DOOR = range(len(ROOMS))
