@@ -1293,14 +1293,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def one_line(error: BaseException) -> str:
-    """The first cause of an error, without its traceback."""
-    failures = getattr(error, "failures", None)           # torch's CheckpointException: {rank: (exception, traceback)}
-    if failures:
-        error = next(iter(failures.values()))[0]
-    return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-
-
 class Store:
     """Writes folder/step_N in the background, under another name until it is whole, and keeps the last two.
 
@@ -1308,104 +1300,96 @@ class Store:
     What can't be written (full disk, no permission) is said in one line, and training goes on.
     """
 
-    def __init__(self, folder: Path, world: World, log: RunLog, group=None):
-        self.folder, self.world, self.log, self.group = folder, world, log, group
-        self.pool, self.pending, self.last = ThreadPoolExecutor(1), None, None
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    def __init__(self, folder: Path, rank: int, log: RunLog, group=None):
+        self.folder, self.rank, self.log, self.group, self.last = folder, rank, log, group, None
+        self.pool, self.pending = ThreadPoolExecutor(1), []
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
         """Copy this rank's tensors off the device now; write while training goes on, after the write before."""
         self.finish()
-        staged = {key: t.detach().to("cpu", copy=True) for key, t in tensors.items()}
-        self.pending = self.pool.submit(self.write, f"step_{step:06d}", staged, facts)
-
-    def close(self) -> None:
-        self.finish()
-        self.pool.shutdown()
+        staged = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
+        self.pending.append(self.pool.submit(self.write, f"step_{step:06d}", staged, facts))
 
     def finish(self) -> None:
-        """Wait for the write under way, if there is one."""
-        if self.pending is not None:
-            self.pending.result()
-            self.pending = None
+        while self.pending:
+            self.pending.pop().result()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
         from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
         part, whole = self.folder / f"writing_{name}", self.folder / name
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             save(tensors, storage_writer=FileSystemWriter(part), process_group=self.group)
-            if self.world.rank == 0:
-                files = {file.name: sha256_of(file) for file in sorted(part.iterdir())}
-                body = json.dumps({**facts, "files": files})
+            if self.rank == 0:
+                body = json.dumps(facts | dict(files={file.name: sha256_of(file) for file in sorted(part.iterdir())}))
                 with (part / "checkpoint.json").open("w", encoding="ascii") as file:
                     file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
                     file.flush()
                     os.fsync(file.fileno())
-                part.rename(whole)
+                self.last = part.rename(whole)
                 for old in sorted(self.folder.glob("step_*"))[:-2]:
                     shutil.rmtree(old, ignore_errors=True)
-                self.last = whole
         except (Exception, CheckpointException) as error:
-            self.log.event(f"warn: {whole}: checkpoint not written ({one_line(error)}); training goes on, "
-                           f"the last good one is {self.last}")
-            if self.world.rank == 0:
+            cause = next(iter(getattr(error, "failures", {0: (error,)}).values()))[0]
+            why = getattr(cause, "strerror", None) or (str(cause).splitlines() or [repr(cause)])[0]
+            self.log.event(f"warn: {whole}: checkpoint not written ({why}); the last good one is {self.last}")
+            if self.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
 
 
 def find_checkpoint(resume: str, folder: str) -> Path:
     """The folder that --resume names. Raises Refusal when there is none."""
-    found = [Path(resume)] if resume != "latest" else \
-        sorted(Path(folder).glob("*/step_*"), key=lambda path: (path / "checkpoint.json").stat().st_mtime_ns)
-    if not found or not found[-1].is_dir():
-        raise Refusal(f"--resume={resume}: no checkpoint there" + (f" in {folder}" if resume == "latest" else ""))
-    return found[-1]
+    found = Path(folder).glob("*/step_*/checkpoint.json") if resume == "latest" else [Path(resume) / "checkpoint.json"]
+    found = sorted((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise Refusal(f"--resume={resume}: no checkpoint there (a folder step_N with checkpoint.json; in {folder}/*/)")
+    return found[-1].parent
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[tuple[str, str], Tensor]]:
     """(facts, flat whole tensors by (parameter, kind)). Raises Refusal that names the file when a byte is wrong."""
     from torch.distributed.checkpoint import FileSystemReader, load
-    folder = Path(folder)
+    place = Path(folder) / "checkpoint.json"
     try:
-        place = folder / "checkpoint.json"
         digest, _, body = place.read_bytes().partition(b"\n")
-        if hashlib.sha256(body).hexdigest().encode() != digest:
-            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
-        facts = json.loads(body)
+        sound = hashlib.sha256(body).hexdigest().encode() == digest
+        facts = json.loads(body) if sound else {"files": {}}
         for name, wanted in facts["files"].items():
-            place = folder / name
-            if sha256_of(place) != wanted:
-                raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+            if sound:
+                place = Path(folder) / name
+                sound = sha256_of(place) == wanted
     except OSError as error:
         raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-    reader, chunks = FileSystemReader(folder), {}
+    if not sound:
+        raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+    reader, whole, parts = FileSystemReader(folder), {}, {}
     for key, info in reader.read_metadata().state_dict_metadata.items():
         name, kind, a, b = re.fullmatch(r"(.+)/(\w+)\[(\d+):(\d+)\]", key).groups()
-        chunks.setdefault((name, kind), []).append((int(a), int(b), key, info.properties.dtype))
-    whole = {key: torch.empty(max(b for _, b, _, _ in found), dtype=found[0][3]) for key, found in chunks.items()}
-    load({key: whole[name][a:b] for name, found in chunks.items() for a, b, key, _ in found}, storage_reader=reader,
-         no_dist=True)
+        parts[key] = (name, kind), int(a), int(b), info.properties.dtype
+    for key, _, b, dtype in sorted(parts.values(), key=lambda part: -part[2]):      # the last part says how long
+        whole.setdefault(key, torch.empty(b, dtype=dtype))
+    with warnings.catch_warnings(action="ignore"):         # "no process group": each rank reads for itself
+        load({key: whole[name][a:b] for key, (name, a, b, _) in parts.items()}, storage_reader=reader, no_dist=True)
     return facts, whole
 
 
-class StopSignal:
-    """Notes the first SIGTERM or SIGINT while installed (a with block); a second one acts as it did before."""
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The list that the first SIGTERM or SIGINT enters; a second one acts as it did before."""
+    seen, before = [], {}
 
-    def __init__(self):
-        self.number, self.before = 0, {}
+    def restore(*number_and_frame) -> None:
+        seen.extend(number_and_frame[:1])
+        while before:
+            signal.signal(*before.popitem())
 
-    def __enter__(self):
-        with contextlib.suppress(ValueError):             # only the main thread may install handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self.before[number] = signal.signal(number, self.note)
-        return self
-
-    def note(self, number: int, frame) -> None:
-        self.number = number
-        self.__exit__()
-
-    def __exit__(self, *_) -> None:
-        while self.before:
-            signal.signal(*self.before.popitem())
+    with contextlib.suppress(ValueError):                  # only the main thread may install handlers
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, restore)
+    try:
+        yield seen
+    finally:
+        restore()
 
 
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
@@ -1636,12 +1620,12 @@ def warmup(run: Run, log: RunLog) -> None:
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
-    """Forward and backward of the largest micro-batch. Out of memory: --micro_rows=auto takes fewer rows at once, the
-    same curve; else a Failure that names the number that may fit. Leaves gradients behind."""
+    """Forward and backward of the largest micro-batch. Out of memory: --micro_rows=auto takes fewer rows at once, for
+    the same curve; else a Failure names the number that may fit. Leaves gradients behind."""
     c, device = run.config, run.world.device
     rows = max(rows_at(c, step) for step in range(c.num_steps)) // run.world.size
-    legal = [n for n in range(1, rows + 1) if rows % n == 0]
-    while True:
+    legal, full = [n for n in range(1, rows + 1) if rows % n == 0], True
+    while full:
         n = max(m for m in legal if m <= run.micro_rows)
         tokens, full = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=device), torch.zeros((), device=device)
         try:
@@ -1650,16 +1634,13 @@ def fit_memory(run: Run, log: RunLog) -> None:
             full += 1
         if run.world.size > 1:
             dist.all_reduce(full)
-        if not full:
-            return
-        torch.cuda.empty_cache()
-        if n == 1:
-            raise Failure(f"out of memory with one row of {c.row_tokens} tokens: lower --row_tokens or --model_dim")
-        smaller = max(m for m in legal if m <= max(1, n // 2))
-        if c.micro_rows:
-            raise Failure(f"out of memory with {n} rows at once: use --micro_rows={smaller}, or --micro_rows=auto")
-        run.micro_rows = smaller
-        log.event(f"note: {n} rows at once don't fit in memory, trying micro_rows={smaller}")
+        if full:
+            fewer = [m for m in legal if m <= n // 2] or [0]
+            if c.micro_rows or not fewer[-1]:
+                raise Failure(f"out of memory with {n} rows of {c.row_tokens} tokens at once: use " + (
+                    f"--micro_rows={fewer[-1]}, or --micro_rows=auto" if fewer[-1] else "a smaller --row_tokens"))
+            run.micro_rows = fewer[-1]
+            log.event(f"note: {n} rows at once don't fit in memory, trying micro_rows={run.micro_rows}")
 
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
@@ -1667,56 +1648,52 @@ SELF_CHECK_TOLERANCE = 1e-5        # relative: what can't be seen takes no part 
 
 
 @torch.no_grad()
-def self_check(run: Run, log: RunLog) -> None:
-    """Is the number this run will print worth anything? Raises Failure. Leaves all state as it was.
+def probe(run: Run) -> dict[str, float]:
+    """How much the loss of the first tokens of a second document moves, relatively, when other tokens are changed.
 
-    The validation pass (compiled as it will be) on shaken weights, for fresh ones attend to nothing: the loss of tokens
-    at the begin of a second document must not move with later tokens or the first document, and must with their own.
+    The validation pass (compiled as it will be), on shaken weights, as fresh ones attend to nothing; then restored.
     """
-    began, c, world = time.perf_counter(), run.config, run.world
-    weights = [bank.weight for bank in run.optimizer.banks]
-    saved = [weight.clone() for weight in weights]
-    generator = torch.Generator(world.device).manual_seed(1)
+    c, device, weights = run.config, run.world.device, [bank.weight for bank in run.optimizer.banks]
+    saved, generator = [weight.clone() for weight in weights], torch.Generator(device).manual_seed(1)
     for p in run.model.parameters():
-        p.add_(torch.randn(p.shape, generator=generator, device=world.device), alpha=0.05)
+        p.add_(torch.randn(p.shape, generator=generator, device=device), alpha=0.05)
     T, middle, n = c.val_row_tokens, c.val_row_tokens // 2, min(16, c.val_row_tokens // 4)
-    row, other, aims = torch.randint(c.vocab_size, (3, 1, T), generator=generator, device=world.device).int()
+    row, other, targets = torch.randint(c.vocab_size, (3, 1, T), generator=generator, device=device, dtype=torch.int32)
     for tokens in (row, other):
         tokens[tokens == c.eod_id] = (c.eod_id + 1) % c.vocab_size
         tokens[:, (0, middle)] = c.eod_id
-    aims[:, :middle], aims[:, middle + n:] = -1, -1
-
-    def moved(changed: slice) -> float:
-        """Relative change of the loss of tokens middle..middle+n-1 when the tokens at changed are others."""
-        spoiled = row.clone()
-        spoiled[:, changed] = other[:, changed]
-        base, loss = (float(run.model(tokens, aims, window_tensor(run, c.num_steps))) for tokens in (row, spoiled))
-        return abs(loss - base) / abs(base)
-
+    targets[:, :middle], targets[:, middle + n:] = -1, -1
+    losses = {}
     run.model.eval()
-    later, before, own = (moved(slice(a, b)) for a, b in ((middle + n, T), (1, middle), (middle + 1, middle + n // 2)))
+    for what, a, b in (("", 0, 0), ("later tokens", middle + n, T), ("another document", 1, middle),
+                       ("their own context", middle + 1, middle + n // 2)):
+        spoiled = torch.cat((row[:, :a], other[:, a:b], row[:, b:]), dim=1)
+        losses[what] = float(run.model(spoiled, targets, window_tensor(run, c.num_steps)))
     run.model.train()
     for weight, was in zip(weights, saved):
         weight.copy_(was)
-    for what, change in (("later tokens", later), ("another document", before)):
-        if not change <= SELF_CHECK_TOLERANCE:
-            raise Failure(f"self-check: {what} changed, and the loss of {n} tokens moved by {change:.2g} of itself "
-                          f"(tolerance {SELF_CHECK_TOLERANCE})")
-    if not own > 0:
-        raise Failure("self-check: the context of tokens changed, and their loss did not")
-    sums = torch.stack([w.view(torch.int32 if w.element_size() == 4 else torch.int16).sum(dtype=torch.int64)
-                        for w in weights])
+    base = losses.pop("")
+    return {what: abs(loss / base - 1) for what, loss in losses.items()}
+
+
+def self_check(run: Run, log: RunLog) -> None:
+    """Would the numbers of this run mean anything? Raises Failure. Leaves all state as it was."""
+    began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
+    for what, moved in probe(run).items():
+        if (moved == 0 if what == "their own context" else not moved <= SELF_CHECK_TOLERANCE):
+            raise Failure(f"self-check: {what} changed, and the loss moved by {moved:.2g} of itself (want: "
+                          f"nothing within {SELF_CHECK_TOLERANCE:g}, except for their own context)")
+    sums = torch.stack([bank.weight.view(torch.int16 if bank.weight.element_size() == 2 else torch.int32).sum()
+                        for bank in run.optimizer.banks])
     extremes = torch.stack((sums, -sums))
-    if world.size > 1:
+    if run.world.size > 1:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    unequal = [bank.group.name for bank, high, low in zip(run.optimizer.banks, *extremes) if high != -low]
-    if unequal:
-        raise Failure(f"self-check: the ranks hold different weights in {', '.join(unequal)}")
-    held_out = torch.cat([run.val_stream.document_hashes(k, c.eod_id) for k in range(len(run.val_stream.paths))])
-    known = int(torch.isin(held_out, run.train_stream.document_hashes(0, c.eod_id)).sum())
-    if known > MAX_KNOWN_SHARE * len(held_out):
-        raise Failure(f"self-check: {known} of {len(held_out)} validation documents begin like documents of "
-                      f"{run.train_stream.paths[0]}: training and validation text overlap")
+    unequal = [bank.group.name for bank, high, low in zip(run.optimizer.banks, *extremes.tolist()) if high != -low]
+    held_out = torch.cat([val.document_hashes(k, c.eod_id) for k in range(len(val.paths))])
+    known = int(torch.isin(held_out, train.document_hashes(0, c.eod_id)).sum())
+    if unequal or known > MAX_KNOWN_SHARE * len(held_out):
+        raise Failure(f"self-check: the ranks hold different weights: {', '.join(unequal)}" if unequal else
+                      f"self-check: {known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated (within "
               f"{SELF_CHECK_TOLERANCE:g}), ranks equal, {known} of {len(held_out)} validation documents begin like one "
               "of the first training shard")
@@ -1764,24 +1741,33 @@ def stop_if(problem: str | None) -> None:
         raise Failure(f"{problem}. Lower the learning rates, or look at the data")
 
 
+def identity(run: Run, header: dict) -> dict:
+    """What a checkpoint and the run that resumes from it must have in common, as JSON keeps it."""
+    banks = run.optimizer.banks
+    same = {f"setting {k}": v for k, v in header["config"].items() if k not in RESUME_MAY_CHANGE}
+    for split in ("train", "val"):
+        same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
+                 for number, file in enumerate(header["data"][split]["files"], 1)}
+    same |= {f"{name} (shape)": p.shape for bank in banks for name, p in bank.group.params.items()}
+    return json.loads(json.dumps(same))
+
+
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
     stop_if(progress.flush())
-    pieces = run.optimizer.pieces()
+    pieces, world = run.optimizer.pieces(), run.world
     finite = torch.stack([piece.isfinite().all() for piece in pieces.values()]).all().int()
-    if run.world.size > 1:
+    if world.size > 1:
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     stop_if(None if finite else f"step {step}: weights or optimizer state are not finite numbers")
-    tensors = {f"{name}/{kind}[{a}:{b}]": piece for (name, kind, a, b), piece in pieces.items()}
-    random_states = {"cpu": torch.get_rng_state()}
-    if run.world.is_cuda:
-        random_states[f"cuda{run.world.rank}"] = torch.cuda.get_rng_state(run.world.device)
-    tensors |= {f"rng/{kind}[0:{len(state)}]": state for kind, state in random_states.items()}
-    banks = run.optimizer.banks
-    store.save(step, tensors, dict(
+    pieces["rng", "cpu", 0, len(torch.get_rng_state())] = torch.get_rng_state()
+    if world.is_cuda:
+        state = torch.cuda.get_rng_state(world.device)
+        pieces["rng", f"cuda{world.rank}", 0, len(state)] = state
+    store.save(step, {f"{name}/{kind}[{a}:{b}]": piece for (name, kind, a, b), piece in pieces.items()}, dict(
         format=1, step=step, tokens=progress.tokens, position=run.position, total_ms=progress.clock.elapsed_ms(),
-        step_ms=list(progress.clock.step_ms), bank_steps={bank.group.name: bank.steps for bank in banks},
-        shapes={name: list(p.shape) for bank in banks for name, p in bank.group.params.items()}, run=header))
+        step_ms=list(progress.clock.step_ms), same=identity(run, header), run=header,
+        bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
 
 
 def load_checkpoint(run: Run, header: dict) -> dict:
@@ -1792,29 +1778,18 @@ def load_checkpoint(run: Run, header: dict) -> dict:
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir)
     saved, whole = read_checkpoint(path)
     random_states = {kind: whole.pop((name, kind)) for name, kind in list(whole) if name == "rng"}
-    here, banks = json.loads(json.dumps(header)), run.optimizer.banks
-
-    def same(what: str, there: dict, ours: dict) -> None:
-        for key in list(there) + list(ours):
-            if there.get(key) != ours.get(key):
-                raise Refusal(f"--resume={path}: {what} {key} differs: {there.get(key, 'nothing')} in the checkpoint, "
-                              f"{ours.get(key, 'nothing')} in this run")
-
-    same("setting", *({key: value for key, value in head["config"].items() if key not in RESUME_MAY_CHANGE}
-                      for head in (saved["run"], here)))
-    for split in ("train", "val"):
-        same(f"{split} file", *({f"{number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']:,} tokens)"
-                                 for number, file in enumerate(head["data"][split]["files"], 1)}
-                                for head in (saved["run"], here)))
-    same("shape of", saved["shapes"], {name: list(p.shape) for bank in banks for name, p in bank.group.params.items()})
-    same("number of elements of", {f"{name}/{kind}": t.numel() for (name, kind), t in whole.items()},
-         {f"{name}/{kind}": p.numel() for bank in banks for name, p in bank.group.params.items()
-          for kind in ("weight", *bank.state)})
-    same("bank", dict.fromkeys(saved["bank_steps"], 1), {bank.group.name: 1 for bank in banks})
+    here, there = identity(run, header), saved["same"]
+    here |= {f"{name}/{kind} (elements)": p.numel() for bank in run.optimizer.banks
+             for name, p in bank.group.params.items() for kind in ("weight", *bank.state)}
+    there |= {f"{name}/{kind} (elements)": t.numel() for (name, kind), t in whole.items()}
+    for key in [*there, *here]:
+        if there.get(key) != here.get(key):
+            raise Refusal(f"--resume={path}: {key} differs: {there.get(key, 'nothing')} in the checkpoint, "
+                          f"{here.get(key, 'nothing')} in this run")
     run.optimizer.load(whole, saved["bank_steps"])
     run.position = Position(*saved["position"])
     torch.set_rng_state(random_states["cpu"])
-    if f"cuda{run.world.rank}" in random_states and run.world.is_cuda:
+    if run.world.is_cuda and f"cuda{run.world.rank}" in random_states:
         torch.cuda.set_rng_state(random_states[f"cuda{run.world.rank}"], run.world.device)
     header["resumed_from"] = str(path)
     return saved
@@ -1844,12 +1819,15 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     progress = Progress(c, world, log, clock, names, matmul_parameters(run))
     if saved:
         clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
-    store = Store(Path(c.checkpoint_dir) / run_id[0], world, log, group)
+    store = Store(Path(c.checkpoint_dir) / run_id[0], world.rank, log, group)
     clock.synchronize()
     started = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{started}")
-    with StopSignal() as signals, contextlib.closing(store):
-        result = loop(run, progress, store, signals, header, saved["step"] if saved else 0)
+    with stop_signals() as signals:
+        try:
+            result = loop(run, progress, store, signals, header, saved["step"] if saved else 0)
+        finally:
+            store.finish()                               # whatever happened: the last good checkpoint is whole
     times = clock.step_ms
     slowest = sorted(range(len(times)), key=times.__getitem__)[-5:][::-1]
     log.event("note: slowest steps: " + ", ".join(f"{i + 1} ({times[i]:.1f} ms)" for i in slowest))
@@ -1865,7 +1843,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     return result
 
 
-def loop(run: Run, progress: Progress, store: Store, signals: StopSignal, header: dict, first: int) -> dict:
+def loop(run: Run, progress: Progress, store: Store, signals: list[int], header: dict, first: int) -> dict:
     """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last validation."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
     plan = [(rows_at(c, step), stage_at(c, step)[0].max_doc_tokens) for step in range(first, c.num_steps)]
@@ -1896,9 +1874,12 @@ def loop(run: Run, progress: Progress, store: Store, signals: StopSignal, header
         if c.profile_steps and step == min(5, c.num_steps - 1):
             profiler = torch.profiler.profile(with_stack=False)
             profiler.start()
-        batch = next(loader)
+        try:
+            batch = next(loader)
+        except Refusal as error:
+            raise Failure(f"rank {world.rank}, step {step + 1}: {error}") from None
         run.position = batch.position
-        stats = train_step(run, step, batch, signals.number)
+        stats = train_step(run, step, batch, len(signals))
         clock.step_done()
         stop_if(progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale_at(c, step), stats))
         if c.profile_steps and step == min(5 + c.profile_steps, c.num_steps) - 1:
@@ -1911,7 +1892,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: StopSignal, header
             began = time.perf_counter()
             save_checkpoint(run, store, step + 1, progress, header)
             store.finish()
-            number = signals.number or signal.SIGTERM
+            number = signals[0] if signals else signal.SIGTERM
             result |= dict(status="stopped", step=step + 1, val_loss=None, signal=number,
                            reason=f"{signal.Signals(number).name}; go on with --resume={store.last}")
             log.event(f"note: {result['reason']} (checkpoint took {time.perf_counter() - began:.2f} s)")
@@ -1958,8 +1939,10 @@ def main(argv: list[str]) -> int:
         log = RunLog(config.log_dir, world)
         result = train(config, world, log, overrides, argv)
         return 128 + result["signal"] if result["status"] == "stopped" else 0
-    except (Refusal, Failure) as error:
-        if world is None or world.rank == 0:
+    except (Refusal, Failure, torch.OutOfMemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error = Failure(f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})")
+        if world is None or world.rank == 0 or str(error).startswith("rank"):       # what all ranks say is said once
             print(f"train_gpt: {error}", file=sys.stderr, flush=True)
         if log is not None:
             status = "refused" if isinstance(error, Refusal) else "failed"

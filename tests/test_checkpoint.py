@@ -1,0 +1,306 @@
+"""Checkpoint and resume: the same run as never having stopped, or a refusal that names what does not fit."""
+import json
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from run_helpers import byte_run, changed, checkpoints_in, facts_of, losses_of, run_here, start, stop, wait_for
+
+
+def same_weights(left, right):
+    return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """(folder, options, result, weights, lines) of an undisturbed run of 6 steps with checkpoints after 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("straight")
+    argv = byte_run(folder, "--checkpoint_every_steps=2")
+    return folder, argv, *run_here(0, 1, argv)
+
+
+@pytest.fixture
+def refused(tg, straight):
+    """Call with a checkpoint and changed options: the text of the refusal; nothing may have been written."""
+    def call(checkpoint, *more):
+        before = checkpoints_in(straight[0])
+        with pytest.raises(tg.Refusal) as info:
+            run_here(0, 1, changed(straight[1], f"--resume={checkpoint}", *more))
+        assert checkpoints_in(straight[0]) == before
+        assert "\n" not in str(info.value)
+        return str(info.value)
+    return call
+
+
+# ---- the same run ----------------------------------------------------------------------------------------------------
+
+
+def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(straight, tmp_path):
+    folder, argv, result, weights, lines = straight
+    kept = checkpoints_in(folder)
+    assert [path.name for path in kept] == ["step_000004", "step_000006"]      # the last two
+    again, weights_again, said = run_here(0, 1, changed(argv, f"--resume={kept[0]}", f"--checkpoint_dir={tmp_path}"))
+    assert same_weights(weights, weights_again)
+    assert again["val_loss"] == result["val_loss"] and again["tokens_trained"] == result["tokens_trained"]
+    expected, found = losses_of(lines), losses_of(said)
+    assert found == {key: loss for key, loss in expected.items() if int(key[0][5:].split("/")[0]) > 4}
+    assert again["resumed"] and not result["resumed"]
+    assert any("resumed from" in line and "at step 4" in line for line in said)
+    assert again["train_time_ms"] > facts_of(kept[0])["total_ms"]              # the clock goes on
+
+
+def test_a_resumed_log_says_so_and_is_no_record(straight, tmp_path):
+    from records.logs import parse_log
+    folder, argv = straight[:2]
+    run_here(0, 1, changed(argv, f"--resume={checkpoints_in(folder)[0]}", f"--checkpoint_dir={tmp_path}/c",
+                           f"--log_dir={tmp_path}/logs"))
+    log, = map(parse_log, (tmp_path / "logs").glob("*.txt"))
+    assert log.resumed and log.header["resumed_from"].endswith("step_000004")
+    assert len(log.step_times_ms) == 6
+    assert not parse_log(min((folder / "logs").glob("*.txt"))).resumed
+
+
+def test_a_checkpoint_holds_every_parameter_once_without_padding(tg, straight):
+    facts, whole = tg.read_checkpoint(checkpoints_in(straight[0])[-1])
+    config = tg.Config(**facts["run"]["config"])
+    shapes = {name: tuple(p.shape) for name, p in tg.GPT(config).named_parameters()}
+    for name, shape in shapes.items():
+        kinds = {kind for key, kind in whole if key == name}
+        assert kinds in ({"weight", "momentum"}, {"weight", "exp_avg", "exp_avg_sq"})
+        assert (whole[name, "weight"].view(shape).numpy() == straight[3][name]).all()
+    assert {name for name, _ in whole} == {*shapes, "rng"}
+    assert facts["step"] == 6 and set(facts["bank_steps"].values()) == {6}
+
+
+def test_latest_finds_the_newest_checkpoint(tg, straight, tmp_path):
+    assert tg.find_checkpoint("latest", f"{straight[0]}/checkpoints") == checkpoints_in(straight[0])[-1]
+    with pytest.raises(tg.Refusal, match="no checkpoint there"):
+        tg.find_checkpoint("latest", str(tmp_path))
+
+
+def test_two_ranks_resume_bit_for_bit(run_ranks, tmp_path):
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=2")
+    whole = run_ranks(2, run_here, argv)
+    assert same_weights(whole[0][1], whole[1][1])
+    again = run_ranks(2, run_here, [*argv, f"--resume={checkpoints_in(tmp_path)[0]}"])
+    assert same_weights(whole[0][1], again[0][1]) and whole[0][0]["val_loss"] == again[0][0]["val_loss"]
+
+
+def test_one_two_one_ranks_agree_with_one(run_ranks, straight, tmp_path):
+    import numpy as np
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=2")
+    shutil.copytree(straight[0] / "checkpoints", tmp_path / "one")
+    run_ranks(2, run_here, [*argv, f"--resume={next((tmp_path / 'one').glob('*/step_000004'))}"])
+    two = checkpoints_in(tmp_path)[-1]
+    weights = run_here(0, 1, [*argv, f"--resume={two}"])[1]
+    for name, value in weights.items():
+        np.testing.assert_allclose(value, straight[3][name], rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+# ---- what does not fit is refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change, named", [
+    ("--model_dim=64", "setting model_dim differs: 32 in the checkpoint, 64 in this run"),
+    ("--vocab_size=300", "setting vocab_size differs"),
+    ("--num_steps=8", "setting num_steps differs: 6 in the checkpoint, 8 in this run"),
+    ("--seed=1", "setting seed differs"),
+    ("--lr_matrix=0.01", "setting lr_matrix differs"),
+    ("--batch_tokens=512", "setting batch_tokens differs"),
+])
+def test_another_setting_is_refused_by_name(straight, refused, change, named):
+    assert named in refused(checkpoints_in(straight[0])[0], change)
+
+
+def test_other_data_is_refused_by_name(straight, refused, tmp_path):
+    byte_run(tmp_path)
+    blob = bytearray((tmp_path / "train_2.bin").read_bytes())
+    blob[2000] ^= 1
+    (tmp_path / "train_2.bin").write_bytes(blob)
+    message = refused(checkpoints_in(straight[0])[0], f"--train_files={tmp_path}/train_*.bin")
+    assert "train file 2 differs: train_2.bin" in message
+    message = refused(checkpoints_in(straight[0])[0], f"--train_files={tmp_path}/train_1.bin")
+    assert "train file 2 differs" in message and "nothing in this run" in message
+
+
+def rewrite(tg, checkpoint, target, change):
+    """A copy of a checkpoint whose facts and tensors `change` edits, with right checksums: written by another source."""
+    facts, whole = tg.read_checkpoint(checkpoint)
+    change(facts, whole)
+    log = tg.RunLog(str(target / "logs"), tg.World())
+    store = tg.Store(target, 0, log)
+    facts.pop("files")
+    store.save(facts["step"], {f"{name}/{kind}[0:{len(t)}]": t for (name, kind), t in whole.items()}, facts)
+    store.finish()
+    return store.last
+
+
+@pytest.mark.parametrize("what, named", [
+    (lambda facts, whole: whole.pop(("head", "exp_avg")), "head/exp_avg (elements) differs: nothing in the checkpoint"),
+    (lambda facts, whole: whole.update({("tail", "weight"): whole["head", "weight"]}),
+     "tail/weight (elements) differs: 12288 in the checkpoint, nothing in this run"),
+    (lambda facts, whole: whole.update({("heads", "weight"): whole.pop(("head", "weight"))}), "heads/weight"),
+    (lambda facts, whole: whole.update({("embed", "weight"): whole["embed", "weight"][:-1]}), "embed/weight (elements)"),
+    (lambda facts, whole: facts["same"].update({"head (shape)": [32, 384]}), "head (shape) differs"),
+])
+def test_missing_renamed_extra_and_cut_keys_are_refused_by_name(tg, straight, refused, tmp_path, what, named):
+    assert named in refused(rewrite(tg, checkpoints_in(straight[0])[0], tmp_path / "run", what))
+
+
+def test_another_source_is_said_not_refused(tg, straight, tmp_path):
+    def change(facts, whole):
+        facts["run"]["source_sha256"] = "0" * 64
+    checkpoint = rewrite(tg, checkpoints_in(straight[0])[0], tmp_path / "run", change)
+    said = run_here(0, 1, changed(straight[1], f"--resume={checkpoint}", f"--checkpoint_dir={tmp_path}"))[2]
+    assert any("written by another source" in line for line in said)
+
+
+def corrupt(folder, rng):
+    """Spoil one file of a checkpoint: flip, cut, lengthen, empty or remove. -> what was done."""
+    path = rng.choice(sorted(Path(folder).iterdir()))
+    blob = bytearray(path.read_bytes())
+    kind = rng.choice(["flip", "flip", "flip", "cut", "longer", "zeros", "empty", "remove"])
+    if kind == "remove":
+        path.unlink()
+        return kind, path.name
+    if kind == "flip":
+        blob[rng.randrange(len(blob))] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del blob[rng.randrange(len(blob)):]
+    elif kind == "longer":
+        blob += bytes(rng.randrange(1, 100))
+    elif kind == "zeros":
+        begin = rng.randrange(len(blob))
+        if not any(blob[begin:begin + 50]):
+            blob[begin] = 1
+        else:
+            blob[begin:begin + 50] = bytes(len(blob[begin:begin + 50]))
+    else:
+        blob.clear()
+    path.write_bytes(blob)
+    return kind, path.name
+
+
+def corruptions(tg, checkpoint, folder, count, seed):
+    rng = random.Random(seed)
+    for _ in range(count):
+        broken = folder / "broken"
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(checkpoint, broken)
+        done = corrupt(broken, rng)
+        with pytest.raises(tg.Refusal) as info:
+            tg.read_checkpoint(tg.find_checkpoint(str(broken), ""))
+        assert "\n" not in str(info.value) and (done[1] in str(info.value) or "checkpoint.json" in str(info.value)), done
+
+
+def test_random_corruptions_are_refused(tg, straight, tmp_path):
+    corruptions(tg, checkpoints_in(straight[0])[-1], tmp_path, 30, 0)
+
+
+@pytest.mark.slow
+def test_a_thousand_random_corruptions_are_refused(tg, straight, tmp_path):
+    corruptions(tg, checkpoints_in(straight[0])[-1], tmp_path, 1000, 1)
+
+
+# ---- what can't be written -------------------------------------------------------------------------------------------
+
+
+def test_an_unwritable_checkpoint_folder_is_said_and_training_goes_on(straight, tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    result, weights, lines = run_here(0, 1, byte_run(tmp_path, "--checkpoint_every_steps=3"))
+    assert result["status"] == "finished" and same_weights(weights, straight[3])
+    warnings = [line for line in lines if line.startswith("warn:")]
+    assert len(warnings) == 2 and all("checkpoint not written" in line for line in warnings), lines
+
+
+def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path):
+    """A limit on the size of files stands for a full disk: writing beyond it fails in the same place."""
+    import resource
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=2")
+    process = start(argv, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert output.count("checkpoint not written (") == 3 and "Traceback" not in output, output
+    assert not checkpoints_in(tmp_path) and not list(tmp_path.glob("checkpoints/*/*"))
+
+
+def test_an_unfinished_checkpoint_is_never_taken(tg, straight, tmp_path):
+    run = tmp_path / "checkpoints" / "run"
+    shutil.copytree(checkpoints_in(straight[0])[0], run / "step_000004")
+    shutil.copytree(checkpoints_in(straight[0])[1], run / "writing_step_000006")
+    (run / "writing_step_000006" / "checkpoint.json").unlink()
+    assert tg.find_checkpoint("latest", str(tmp_path / "checkpoints")).name == "step_000004"
+    with pytest.raises(tg.Refusal):
+        tg.find_checkpoint(str(run / "writing_step_000006"), "")
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_writes_a_checkpoint_and_a_later_run_ends_as_if_undisturbed(tmp_path):
+    argv = byte_run(tmp_path, num_steps=250)
+    process = start(argv)
+    wait_for(process, "step:20/250 train_loss")
+    code, rest, seconds = stop(process)
+    assert code == 143 and seconds < 10 and "Traceback" not in rest, rest
+    checkpoint, = checkpoints_in(tmp_path)
+    result = json.loads(rest[rest.index("result:") + 7:].splitlines()[0])
+    assert result["status"] == "stopped" and result["signal"] == signal.SIGTERM and str(checkpoint) in result["reason"]
+    assert result["step"] == facts_of(checkpoint)["step"]
+    resumed = run_here(0, 1, [*argv, "--resume=latest"])
+    assert same_weights(resumed[1], run_here(0, 1, argv)[1])
+
+
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(run_ranks, tmp_path):
+    results = run_ranks(2, stop_rank_one, byte_run(tmp_path, num_steps=50))
+    assert [result["step"] for result, _, _ in results] == [7, 7]
+    assert all(result["status"] == "stopped" for result, _, _ in results)
+    assert facts_of(checkpoints_in(tmp_path)[-1])["step"] == 7
+
+
+def stop_rank_one(rank, size, argv):
+    import os
+
+    from rank_helpers import load_train_gpt
+    tg = load_train_gpt()
+    step = tg.train_step
+
+    def interrupted(run, number, batch, stop=0):
+        if rank == 1 and number == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(run, number, batch, stop)
+    tg.train_step = interrupted
+    return run_here(rank, size, argv)
+
+
+def kill_and_resume(folder, moments, rng):
+    """A run that is killed so many times at random moments and resumed; -> its last checkpoint."""
+    argv = byte_run(folder, "--checkpoint_every_steps=3", "--self_check=off", num_steps=60)
+    killed = 0
+    while True:
+        resume = ["--resume=latest"] if checkpoints_in(folder) else []
+        process = start([*argv, *resume])
+        if killed < moments:
+            wait_for(process, "time_to_first_step_s")
+            try:
+                process.wait(rng.uniform(0.05, 1.2))
+            except Exception:
+                stop(process, signal.SIGKILL)
+                killed += 1
+                continue
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        if killed >= moments:
+            return checkpoints_in(folder)[-1]
+        for path in checkpoints_in(folder)[1:]:      # finished before it was killed: begin earlier
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("moments", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_ends_with_the_same_weights(tg, tmp_path, moments):
+    last = kill_and_resume(tmp_path, moments, random.Random(moments))
+    weights = run_here(0, 1, byte_run(tmp_path, num_steps=60))[1]
+    whole = tg.read_checkpoint(last)[1]
+    assert all((whole[name, "weight"].view(value.shape).numpy() == value).all() for name, value in weights.items())
