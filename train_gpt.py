@@ -1755,6 +1755,7 @@ def identity(run: Run, header: dict) -> dict:
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
     stop_if(progress.flush())
+    progress.clock.collect()
     pieces, world = run.optimizer.pieces(), run.world
     finite = torch.stack([piece.isfinite().all() for piece in pieces.values()]).all().int()
     if world.size > 1:

@@ -17,7 +17,7 @@ if str(ROOT) not in sys.path:
 
 
 def byte_tokens(count, seed):
-    """count tokens: documents of 20 to 400 lower-case letters with a rhythm that a model can learn, each after a 256."""
+    """count tokens: documents of 20 to 400 lower-case letters with a rhythm to learn, each after a 256."""
     rng, tokens = random.Random(seed), []
     while len(tokens) < count:
         word = [rng.randrange(97, 123) for _ in range(rng.randrange(3, 9))] + [32]
@@ -91,10 +91,11 @@ def facts_of(checkpoint):
     return json.loads((Path(checkpoint) / "checkpoint.json").read_bytes().partition(b"\n")[2])
 
 
-def start(argv, **popen):
-    """The trainer as a process of its own, output as text through a pipe."""
+def start(argv, torchrun=(), **popen):
+    """The trainer as a process of its own (or under torchrun with these options), output as text through a pipe."""
+    launcher = [sys.executable, *(["-m", "torch.distributed.run", *torchrun] if torchrun else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen([sys.executable, str(train_gpt_path()), *argv], stdout=subprocess.PIPE, cwd=ROOT, text=True,
+    return subprocess.Popen([*launcher, str(train_gpt_path()), *argv], stdout=subprocess.PIPE, cwd=ROOT, text=True,
                             stderr=subprocess.STDOUT, env=environment, **popen)
 
 
