@@ -1730,7 +1730,8 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
                       hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads()),
         devices=[device] * world.size, world_size=world.size, micro_rows=run.micro_rows, resumed_from=None,
         kernels={k: str(v) for k, v in run.kernels._asdict().items()},
-        data=dict(train=files(run.train_stream), val=files(run.val_stream)),
+        data=dict(train=files(run.train_stream), val=files(run.val_stream),
+                  tokenizer=(dataset_card(run.train_stream.paths) or {}).get("tokenizer")),
         git=dict(commit=run_quietly("git", "-C", here, "rev-parse", "HEAD"),
                  dirty=bool(run_quietly("git", "-C", here, "status", "--porcelain", "--untracked-files=no"))),
         parameters={**sizes, "total": sum(sizes.values()), "matmul": matmul_parameters(run)})
@@ -1804,6 +1805,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     if world.size > 1:
         group = dist.new_group(backend="gloo")           # checkpoints talk here while NCCL trains
         dist.broadcast_object_list(run_id, group=group)
+    header["run_id"] = run_id[0]
     log.header(SOURCE, header)
     log.event("note: " + budget(run))
     count = sum(p.numel() for p in run.model.parameters())
@@ -1820,7 +1822,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     progress = Progress(c, world, log, clock, names, matmul_parameters(run))
     if saved:
         clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
-    store = Store(Path(c.checkpoint_dir) / run_id[0], world.rank, log, group)
+    store = Store(Path(c.checkpoint_dir) / header["run_id"], world.rank, log, group)
     clock.synchronize()
     started = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{started}")

@@ -29,7 +29,8 @@ HEADER_KEYS = ("format", "run_id", "config", "overrides", "argv", "source_sha256
                "data", "versions", "git")
 # Overrides that change where a run reads, writes or splits its work, and never what it computes.
 HARMLESS_OVERRIDES = frozenset(
-    ("seed", "log_dir", "micro_rows", "train_files", "val_files", "checkpoint_every_steps", "self_check"))
+    ("seed", "log_dir", "micro_rows", "train_files", "val_files",
+     "checkpoint_every_steps", "checkpoint_dir", "self_check"))
 
 _STEP_LINE = re.compile(r"step:(\d+)/(\d+) (val_loss|train_loss):(\S+)((?: [a-z_]+:\S+)*)\s*")
 _RULE_LINE = re.compile(r"# ?[-=]{3,}\s*")

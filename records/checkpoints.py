@@ -1,0 +1,104 @@
+"""A checkpoint as a model that can be used: what sample.py, evaluate.py and export.py share.
+
+A checkpoint is a folder step_N: tensors in torch.distributed.checkpoint's format, keyed "PARAMETER/KIND[a:b]" (elements
+a to b-1 of the flat parameter; kind weight is the exact fp32 weight), and checkpoint.json: the sha256 of its rest, a
+newline, and JSON with the step, the header of the run's log under "run", and the sha256 of every other file. Load only
+checkpoints whose origin you trust: torch's index file is a pickle.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def import_trainer():
+    """$TRAIN_GPT, else train_gpt.py of this repository, as the module train_gpt; imported once."""
+    if "train_gpt" not in sys.modules:
+        path = Path(os.environ.get("TRAIN_GPT") or ROOT / "train_gpt.py")
+        spec = importlib.util.spec_from_file_location("train_gpt", path if path.exists() else ROOT / path)
+        sys.modules["train_gpt"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["train_gpt"]
+
+
+class Tokenizer(NamedTuple):
+    """name, text -> ids, ids -> text, and bytes of each id (the end-of-document id has none)."""
+    name: str
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    lengths: Callable[[], list[int]]
+
+
+class Loaded(NamedTuple):
+    """A model in evaluation mode on its device, and what is known about it. facts: checkpoint.json."""
+    config: object
+    model: torch.nn.Module
+    facts: dict
+
+    @property
+    def window(self) -> torch.Tensor:
+        """The attention window after the last stage, in blocks."""
+        blocks = self.config.window_tokens // self.config.block_tokens
+        return torch.full((), blocks, dtype=torch.int32, device=self.model.embed.device)
+
+
+def load_model(folder, device: str | None = None, compile: str = "auto") -> Loaded:
+    """Read a checkpoint into a model. Raises the trainer's Refusal for one that is damaged or does not fit."""
+    tg = import_trainer()
+    facts, whole = tg.read_checkpoint(folder)
+    settings = facts["run"]["config"]
+    known = tg.Config.__dataclass_fields__
+    strange = sorted(settings.keys() ^ known.keys())
+    if strange:
+        raise tg.Refusal(f"{folder}: made by another version of the trainer (it differs in {', '.join(strange)}); name "
+                         "its source with TRAIN_GPT=FILE (its log begins with it: records/replay.py LOG --write FILE)")
+    config = tg.Config(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with torch.device(where):
+        model = tg.GPT(config, tg.choose_kernels(where, compile, "auto", "off"))
+    wanted = {name: p.numel() for name, p in model.named_parameters()}
+    found = {name: t.numel() for (name, kind), t in whole.items() if kind == "weight"}
+    if wanted != found:
+        name = sorted(set(wanted.items()) ^ set(found.items()))[0][0]
+        raise tg.Refusal(f"{folder}: {name} has {found.get(name, 0)} elements, this model wants {wanted.get(name, 0)}")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(whole[name, "weight"].view(p.shape))
+    return Loaded(config, model.eval().requires_grad_(False), facts)
+
+
+def tokenizer_of(loaded: Loaded) -> Tokenizer:
+    """The tokenizer of the training data: bytes, or one of tiktoken's. Raises Refusal when there is none to be had."""
+    tg, c = import_trainer(), loaded.config
+    name = loaded.facts["run"]["data"].get("tokenizer") or {50_257: "gpt2"}.get(c.vocab_size)
+    if name == "bytes":
+        return Tokenizer(name, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256).decode(
+            "utf-8", "replace"), lambda: [1] * 256 + [0] * (c.vocab_size - 256))
+    try:
+        import tiktoken
+        encoding = tiktoken.get_encoding(name or "none")
+    except Exception as error:       # no package, no such encoding, no network for its files: all the same to the user
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:150]
+        raise tg.Refusal(f"tokenizer {name} is not to be had ({why}); install tiktoken and, without a network, set "
+                         "TIKTOKEN_CACHE_DIR") from None
+    special = {c.eod_id, *range(encoding.n_vocab, c.vocab_size)}
+
+    def lengths():
+        return [0 if i in special else len(encoding.decode_single_token_bytes(i)) for i in range(c.vocab_size)]
+    return Tokenizer(name, encoding.encode_ordinary, lambda ids: encoding.decode([i for i in ids if i not in special]),
+                     lengths)
+
+
+def run_tool(main: Callable[[], int]) -> None:
+    """Call main and exit with its status; a Refusal is one line and status 2."""
+    try:
+        sys.exit(main())
+    except import_trainer().Refusal as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)

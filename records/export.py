@@ -1,0 +1,59 @@
+"""Writes a trained model's weights as one safetensors file.
+
+    python records/export.py CHECKPOINT OUT.safetensors [--dtype=float32|bfloat16]
+
+Layout: one tensor for each parameter, under the name and in the shape that it has in train_gpt.py's GPT:
+    embed, head             [padded vocabulary, model_dim]; rows from vocab_size on only pad
+    value_embeds.N          [padded vocabulary, heads * head_dim]
+    blocks.N.attention.qkv  [3, heads * head_dim, model_dim]: queries, keys, values
+    blocks.N.attention.out, .mlp.up, .mlp.down          [outputs, inputs], as torch.nn.Linear keeps them
+    blocks.N.mix, .attention.value_mix, .skip_weight    mixing scalars
+Metadata (text): config (JSON of train_gpt.Config), tokenizer, step, run_id, source_sha256. load_example.py reads it.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from records import checkpoints  # noqa: E402
+
+
+def export(checkpoint, out, dtype: torch.dtype = torch.float32) -> dict:
+    """Write the file, whole or not at all; -> {name: tensor}. Raises Refusal."""
+    tg = checkpoints.import_trainer()
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise tg.Refusal("the package safetensors is needed: pip install safetensors") from None
+    loaded = checkpoints.load_model(checkpoint, device="cpu", compile="off")
+    tensors = {name: p.detach().to(dtype).clone().contiguous() for name, p in loaded.model.named_parameters()}
+    run = loaded.facts["run"]
+    metadata = dict(config=json.dumps(run["config"]), tokenizer=str(run["data"].get("tokenizer") or ""),
+                    step=str(loaded.facts["step"]), run_id=run["run_id"], source_sha256=run["source_sha256"])
+    part = Path(f"{out}.tmp")
+    try:
+        save_file(tensors, part, metadata=metadata)
+        part.replace(out)
+    except Exception as error:                               # the library has errors of its own beside OSError
+        part.unlink(missing_ok=True)
+        raise tg.Refusal(f"{out}: can't be written ({error})") from None
+    return tensors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("out")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    args = parser.parse_args()
+    tensors = export(args.checkpoint, args.out, getattr(torch, args.dtype))
+    print(f"{args.out}: {len(tensors)} tensors, {sum(t.numel() for t in tensors.values()):,} numbers")
+    return 0
+
+
+if __name__ == "__main__":
+    checkpoints.run_tool(main)

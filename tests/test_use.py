@@ -1,0 +1,195 @@
+"""Using a trained model: sample.py, evaluate.py, export.py, load_example.py on a checkpoint of a small run."""
+import json
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rank_helpers import ROOT
+from run_helpers import byte_run, checkpoints_in, run_here
+
+from records import checkpoints, evaluate, export, sample
+
+ITEMS = [   # our own: the right ending repeats the rhythm that the shards teach
+    {"ctx": "The cat sat on the mat. The cat sat on the", "endings": ["mat.", "qzx!", "0000", "~~~~"], "label": 0},
+    {"ctx": "abc abc abc abc", "endings": ["\u00e9\u00e8\u00ea", "abc", "\u4e2d\u6587"], "label": 1},
+    {"ctx": "One two three one two", "endings": ["{{}}", "#$%^", "three", "@@@@"], "label": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, request):
+    """(checkpoint, result of its run) of a small byte model."""
+    folder = tmp_path_factory.mktemp("trained")
+    argv = byte_run(folder, "--checkpoint_every_steps=40", num_steps=40)
+    (folder / "dataset.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=257, eod_id=256)))
+    result = run_here(0, 1, argv)[0]
+    return checkpoints_in(folder)[-1], result
+
+
+@pytest.fixture
+def loaded(tg, trained):
+    return checkpoints.load_model(trained[0], device="cpu")
+
+
+def call(tool, *args):
+    """Run a tool as users do; -> (status, output, errors)."""
+    done = subprocess.run([sys.executable, str(ROOT / "records" / tool), *map(str, args)], text=True, timeout=120,
+                          capture_output=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+# ---- sample ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_a_text_and_another_seed_another(loaded):
+    texts = [sample.sample(loaded, "hello ", 30, 0.9, 50, seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("hello ") for text in texts)
+
+
+def test_temperature_zero_takes_the_likeliest(loaded):
+    assert sample.sample(loaded, "ab", 10, 0.0, 50, 1) == sample.sample(loaded, "ab", 10, 0.7, 1, 2)
+
+
+def test_padding_ids_are_never_drawn(tg, loaded):
+    with torch.no_grad():
+        loaded.model.head[257:] = loaded.model.head[97] * 100        # the padding looks likely
+    tokens = tg.generate(loaded.model, [256, 97], 200, seed=0, temperature=5.0, top_k=10 ** 6)
+    assert max(tokens) <= 256 and len(tokens) == 202
+
+
+def test_256_tokens_of_the_demo_model_take_seconds(tg):
+    config = tg.parse_config(["--preset=demo"])[0]
+    model = tg.GPT(config).eval()
+    tg.init_weights(config, model)
+    began = time.perf_counter()
+    tg.generate(model, [256], 256)
+    assert time.perf_counter() - began < 15
+
+
+def test_sample_from_the_command_line(trained):
+    status, said, errors = call("sample.py", trained[0], "hello", "--tokens=20", "--seed=3")
+    assert status == 0 and said.startswith("hello") and not errors, errors
+    status, said, errors = call("sample.py", trained[0].parent, "hello")
+    assert status == 2 and "checkpoint.json: can't be read" in errors and len(errors.splitlines()) == 1, errors
+
+
+def test_gpt2_tokens_need_their_files_and_say_so(tg, loaded, tmp_path, monkeypatch):
+    from shard_helpers import fill_tiktoken_cache
+    tiktoken = pytest.importorskip("tiktoken")
+    big = loaded._replace(config=tg.Config(), facts={"run": {"data": {"tokenizer": None}}})
+
+    def nothing(name):
+        raise OSError(f"no network for {name}\nsecond line")
+    monkeypatch.setattr(tiktoken, "get_encoding", nothing)
+    with pytest.raises(tg.Refusal, match="tokenizer gpt2 is not to be had .OSError: no network for gpt2"):
+        checkpoints.tokenizer_of(big)
+    monkeypatch.undo()
+    if fill_tiktoken_cache(tmp_path) is None:
+        pytest.skip("GPT-2's files are not here")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    tokenizer = checkpoints.tokenizer_of(big)
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    assert tokenizer.decode([50256, 15496, 995]) == "Hello world"
+    assert tokenizer.lengths()[15496] == 5 and tokenizer.lengths()[50256] == 0 and len(tokenizer.lengths()) == 50257
+
+
+# ---- evaluate --------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_repeats_the_runs_own_loss(loaded, trained):
+    found = evaluate.loss_on(loaded, loaded.config.val_files, loaded.config.val_tokens)
+    assert found["targets"] == trained[1]["val_tokens"] and abs(found["loss"] - trained[1]["val_loss"]) < 1e-6
+
+
+def test_bits_per_byte_count_bytes_only(tg, loaded):
+    found = evaluate.loss_on(loaded, loaded.config.val_files)
+    stream = tg.TokenStream(tg.find_shards(loaded.config.val_files, "val"), 257)
+    tokens = torch.empty(stream.num_tokens, dtype=torch.int32)
+    stream.read(0, stream.num_tokens, tokens)
+    size = int((tokens[1:] < 256).sum())
+    assert size < found["targets"]
+    assert math.isclose(found["bits_per_byte"], found["loss"] * found["targets"] / math.log(2) / size)
+
+
+def test_multiple_choice(tg, loaded, tmp_path):
+    path = tmp_path / "items.jsonl"
+    path.write_text("\n".join(map(json.dumps, ITEMS)))
+    items = evaluate.read_items(path)
+    found = evaluate.choose(loaded, items)
+    assert found == dict(items=3, acc=1.0, acc_norm=1.0)     # letters against signs that no shard holds
+    wrong = [dict(item, label=(item["label"] + 1) % 3) for item in items]
+    assert evaluate.choose(loaded, wrong)["acc"] == 0
+
+
+def test_the_score_of_an_ending_is_the_sum_over_its_tokens(tg, loaded):
+    context, ending = [256, *b"hello "], list(b"wor")
+    by_hand = 0.0
+    for i, token in enumerate(ending):
+        tokens = context + ending[:i]
+        row = torch.tensor([tokens + [256] * (-len(tokens) % 16)], dtype=torch.int32)
+        by_hand += float(loaded.model(row, None, loaded.window)[0, len(tokens) - 1].log_softmax(-1)[token])
+    assert abs(evaluate.log_probability(loaded, context, ending) - by_hand) < 1e-4
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"ctx": "a", "endings": ["b"], "label": 1}', "no json",
+                                  '{"ctx": "a", "endings": ["", "c"], "label": 1}'])
+def test_bad_items_are_refused_by_line(tg, tmp_path, text):
+    path = tmp_path / "items.jsonl"
+    path.write_text(text)
+    with pytest.raises(tg.Refusal, match="line 1 is not|no items"):
+        evaluate.read_items(path)
+
+
+def test_evaluate_from_the_command_line(trained, tmp_path):
+    path = tmp_path / "items.jsonl"
+    path.write_text("\n".join(map(json.dumps, ITEMS)))
+    status, said, errors = call("evaluate.py", trained[0], f"--choices={path}", f"--files={ROOT}/no/such/*.bin")
+    assert status == 2 and "acc 1.0000" in said and "no val shards match" in errors, (said, errors)
+    status, said, errors = call("evaluate.py", trained[0], "--row_tokens=32")
+    assert status == 0 and "nats per token over" in said and "bits per byte" in said, errors
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+def test_export_and_the_loading_example(loaded, trained, tmp_path):
+    pytest.importorskip("safetensors")
+    from records import load_example
+    out = tmp_path / "model.safetensors"
+    tensors = export.export(trained[0], out)
+    model, metadata = load_example.load(out)
+    assert metadata["tokenizer"] == "bytes" and metadata["step"] == "40"
+    for name, p in loaded.model.named_parameters():
+        assert (dict(model.named_parameters())[name] == p).all() and tensors[name].shape == p.shape
+    text = [256, *b"hello"]
+    row = torch.tensor([text + [256] * 10], dtype=torch.int32)
+    expected = loaded.model(row, None, loaded.window)[0, 5, :257].softmax(-1)
+    assert torch.allclose(load_example.next_probabilities(model, text), expected)
+    lines = (ROOT / "records" / "load_example.py").read_text().splitlines()
+    assert len(lines) <= 40
+
+
+def test_export_from_the_command_line(trained, tmp_path):
+    pytest.importorskip("safetensors")
+    status, said, errors = call("export.py", trained[0], tmp_path / "half.safetensors", "--dtype=bfloat16")
+    assert status == 0 and "tensors" in said, errors
+    status, said, errors = call("load_example.py", tmp_path / "half.safetensors", "hello")
+    assert status == 0 and len(json.loads(said.replace("(", "[").replace(")", "]"))) == 5, errors
+    status, said, errors = call("export.py", trained[0], tmp_path / "no" / "such" / "x.safetensors")
+    assert status == 2 and "can't be written" in errors and len(errors.splitlines()) == 1, errors
+
+
+def test_a_checkpoint_of_another_version_is_refused_by_name(tg, trained, monkeypatch):
+    facts, whole = tg.read_checkpoint(trained[0])
+    facts["run"]["config"]["new_key"] = 1
+    monkeypatch.setattr(tg, "read_checkpoint", lambda folder: (facts, whole))
+    with pytest.raises(tg.Refusal, match="another version of the trainer .it differs in new_key"):
+        checkpoints.load_model(trained[0])
+    del facts["run"]["config"]["new_key"]
+    whole["head", "weight"] = whole["head", "weight"][:-1]
+    with pytest.raises(tg.Refusal, match="head has 12287 elements, this model wants 12288"):
+        checkpoints.load_model(trained[0])
