@@ -1,0 +1,1409 @@
+"""train_gpt: one file that trains a GPT-2-class language model to a target validation loss, fast.
+
+Rung 2 of the ladder: the race as of 2024-10-14, modern architecture. Budget and data are common to all rungs.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py           the record recipe on 8 GPUs
+    python train_gpt.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'    one GPU, minutes
+    ./run.sh                                                        whatever this machine can do, from laptop to 8 GPUs
+    python train_gpt.py --help                                      every key, its default and what it means
+
+The rooms, in the order in which names flow (a room uses only rooms above it):
+    0 Door   1 Configuration   2 World   3 Kernels   4 Optimizer   5 Model   6 Data   7 Schedules
+    8 Log and checkpoint   9 Training   10 Front door
+"""
+# ----------------------------------------------------------------------------------------------------------------------
+# 0. Door
+# Imports and the text of this very file. Importing has no side effects: no device, no thread, no environment.
+
+import bisect
+import contextlib
+import dataclasses
+import datetime
+import glob
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterable, Iterator, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SOURCE = Path(__file__).read_text(encoding="utf-8")
+
+
+class Refusal(Exception):
+    """Bad input. Its text is one readable message: what was found, what was expected, what to do. Exit code 2."""
+
+
+class Failure(Exception):
+    """A run that can't go on: non-finite numbers, no memory. Its text is one readable message. Exit code 1."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. Configuration
+# Every number of a run lives here once. The defaults are the record; presets change a few; --key=value changes one.
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run. Units are in the names; token counts are per step over all ranks."""
+
+    preset: str = "record"                 # name of the preset these values started from
+    # Data
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"    # comma-separated patterns, read in sorted order
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
+    max_epochs: int = 1                    # passes over the training shards that the schedule may take
+    vocab_size: int = 50_257               # ids in use; a dataset.json beside the shards overrides it
+    eod_id: int = 50_256                   # the token that stands before every document
+    # Length and batch
+    num_steps: int = 1393
+    batch_tokens: int = 524_288            # tokens of a full-size step over all ranks and micro-steps
+    row_tokens: int = 1_024                # the atom of data: documents are packed into rows, nothing crosses rows
+    micro_rows: int = 64                   # at most this many rows in one forward pass (memory only; 0 = find out)
+    stages: str = "plain"                  # which table of stages: batch, document clip, rate
+    # Validation
+    val_tokens: int = 10_485_760           # targets scored: the first of the validation files; 0 = all there are
+    val_row_tokens: int = 1_024            # context of validation
+    val_every_steps: int = 125             # 0 = only at the end
+    target_loss: float = 3.28              # stop and say so when validation reaches it; 0 = run to the end
+    # Model
+    model_dim: int = 768
+    num_layers: int = 12
+    num_heads: int = 6
+    head_dim: int = 128
+    mlp_dim: int = 3072
+    rotary_base: float = 1024.0
+    # Optimizer
+    lr_matrix: float = 0.00072             # Muon, hidden matrices
+    lr_embed: float = 0.0036               # Adam, token embedding, which is the output head too
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    momentum: float = 0.95
+    cooldown_frac: float = 0.4             # last part of the run with a linearly falling rate
+    lr_floor: float = 0.1                  # the rate it falls to, relative
+    # Machine
+    seed: int = 0
+    compile: str = "auto"                  # auto (on with a GPU) | on | off
+    deterministic: str = "off"             # on: same seed, same hardware, same losses, bit for bit; slower
+    # Output
+    log_dir: str = "logs"
+    log_every_steps: int = 10
+    profile_steps: int = 0                 # so many steps (from step 5 on) into a Chrome trace beside the log
+    sample_tokens: int = 0                 # so many generated tokens at the end (byte vocabularies only)
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def batch_rows(self) -> int:
+        return self.batch_tokens // self.row_tokens
+
+
+PRESETS: dict[str, dict] = {
+    "record": {},
+    "ladder": dict(num_steps=150, batch_tokens=524_288, target_loss=0.0, val_tokens=2_097_152, val_every_steps=25,
+                   max_epochs=1),
+    "sprint": dict(num_steps=290, target_loss=3.48, val_tokens=2_097_152, max_epochs=2, micro_rows=64),
+    "demo": dict(
+        train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
+        vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16,
+        val_tokens=0, val_row_tokens=256, val_every_steps=100, target_loss=0.0,
+        model_dim=128, num_layers=4, num_heads=4, head_dim=32, mlp_dim=512,
+        sample_tokens=400),
+    "tiny": dict(
+        max_epochs=1, vocab_size=50_257, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8,
+        val_tokens=10_000, val_row_tokens=128, val_every_steps=0, target_loss=0.0,
+        model_dim=64, num_layers=2, num_heads=2, head_dim=32, mlp_dim=128),
+}
+CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), deterministic=("on", "off"))
+SWITCH_WORDS = {"true": "on", "1": "on", "yes": "on", "false": "off", "0": "off", "no": "off"}
+HARMLESS_KEYS = ("seed", "log_dir", "micro_rows", "train_files", "val_files")     # overrides that change no curve
+
+
+def parse_value(key: str, kind: type, text: str):
+    """Text of --key=text as a value of the field's type; raises Refusal with one line."""
+    try:
+        if kind is int:
+            return 0 if key == "micro_rows" and text == "auto" else int(text)
+        if kind is float:
+            return float(text)
+        if kind is str:
+            text = SWITCH_WORDS.get(text.lower(), text) if "on" in CHOICES.get(key, ()) else text
+            if key in CHOICES and text not in CHOICES[key]:
+                raise ValueError
+            return text
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        wanted = "one of " + ", ".join(CHOICES[key]) if key in CHOICES else \
+            {int: "a whole number", float: "a number"}.get(kind, "whole numbers with commas, as 0,4,11")
+        raise Refusal(f"--{key}={text}: expected {wanted}") from None
+
+
+def help_text() -> str:
+    lines = [f"  --{f.name}={getattr(Config(), f.name)}" for f in dataclasses.fields(Config)]
+    return __doc__ + "\nPresets: " + ", ".join(PRESETS) + ". Keys with the record's values:\n" + "\n".join(lines)
+
+
+def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Config, dict]:
+    """argv (without the program) -> (Config, overrides given by hand). Raises Refusal on anything it can't use."""
+    kinds = {f.name: f.type if isinstance(f.type, type) else tuple for f in dataclasses.fields(Config)}
+    texts = {}
+    for arg in argv:
+        key, equals, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or (not equals and "on" not in CHOICES.get(key, ())):
+            raise Refusal(f"{arg}: expected --key=value (see --help)")
+        if key not in kinds:
+            near = [k for k in kinds if key and (key in k or k in key or k[:4] == key[:4])]
+            raise Refusal(f"--{key}: no such key; " + (f"did you mean {', '.join(near)}?" if near else "see --help"))
+        if key in texts:
+            raise Refusal(f"--{key}: given twice")
+        texts[key] = text if equals else "on"
+    overrides = {key: parse_value(key, kinds[key], text) for key, text in texts.items()}
+    preset = overrides.pop("preset", default_preset)
+    config = Config(**{"preset": preset, **PRESETS[preset], **overrides})
+    check_config(config)
+    return config, overrides
+
+
+def check_config(c: Config) -> None:
+    """Raises Refusal when settings can't work together."""
+    def need(ok: bool, text: str) -> None:
+        if not ok:
+            raise Refusal(text)
+
+    for f in dataclasses.fields(c):
+        value = getattr(c, f.name)
+        if isinstance(value, (int, float)):
+            need(math.isfinite(value) and value >= 0, f"--{f.name}={value}: expected a finite number, not negative")
+    for key in ("num_steps", "batch_tokens", "row_tokens", "val_row_tokens", "num_layers", "max_epochs",
+                "model_dim", "num_heads", "head_dim", "mlp_dim", "vocab_size", "log_every_steps"):
+        need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected at least 1")
+    need(c.batch_tokens % c.row_tokens == 0,
+         f"--batch_tokens={c.batch_tokens}: expected a multiple of row_tokens={c.row_tokens}")
+    need(c.head_dim % 4 == 0, f"--head_dim={c.head_dim}: expected a multiple of 4 (rotary turns half of each head)")
+    need(c.eod_id < c.vocab_size, f"--eod_id={c.eod_id}: expected less than vocab_size={c.vocab_size}")
+    need(c.vocab_size <= 65_536, f"--vocab_size={c.vocab_size}: shards hold 16-bit tokens, at most 65536")
+    need(c.adam_beta1 < 1 and c.adam_beta2 < 1 and c.momentum < 1,
+         "--adam_beta1, --adam_beta2, --momentum: expected less than 1")
+    need(c.cooldown_frac <= 1, f"--cooldown_frac={c.cooldown_frac}: expected at most 1")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. World
+# Which process this is among how many, and on which device. The only room that reads or sets environment variables.
+
+
+@dataclass(frozen=True)
+class World:
+    """rank of size processes, on device. World() is one CPU process without a process group."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def init_world(deterministic: bool = False) -> World:
+    """Read the launcher's variables (torchrun's), take the device and join the group. Raises Refusal."""
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < (2, 11):
+        raise Refusal(f"torch {torch.__version__} found, expected 2.11 or newer: pip install -r requirements.txt")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")     # varying shapes without fragmentation
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local >= count:
+            raise Refusal(f"local rank {local} has no GPU: {count} found; start with --nproc_per_node={count} or fewer")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    if size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10),
+                                device_id=device if device.type == "cuda" else None)
+    return World(rank, size, device)
+
+
+def find_compiler() -> str | None:
+    """Path of the C compiler that torch.compile would call on a CPU, if there is one."""
+    return next(filter(None, map(shutil.which, [os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"])), None)
+
+
+def close_world(world: World) -> None:
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. Kernels
+# The mathematics that hardware cares about: a plain reference for each, at most one fast path, and one switch.
+# Shapes: B rows, T positions, H heads, D head width, V padded vocabulary, N matrices, R x C their sides.
+
+
+class Kernels(NamedTuple):
+    """The switch: what this device runs. dtype is that of weights and activations."""
+
+    compile: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+def choose_kernels(device: torch.device, compile: str = "auto") -> Kernels:
+    """Fast paths where the device has them, references elsewhere."""
+    cuda = device.type == "cuda"
+    return Kernels(cuda if compile == "auto" else compile == "on", torch.bfloat16 if cuda else torch.float32)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5     # Keller Jordan's quintic: slope at 0 maximal, ends near [0.7, 1.2]
+
+
+def orthogonalize(G_RC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearest semi-orthogonal matrix of G, up to singular values in about [0.7, 1.2]. [R, C] -> same, dtype.
+
+    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / |G|_F, on the smaller side (Bernstein; Jordan).
+    The norm is taken in fp32 without a visible epsilon, so that gradients of any size give the same answer.
+    """
+    X = G_RC.float()
+    X = (X / X.norm().clamp(min=1e-30)).to(dtype)
+    tall = X.size(0) > X.size(1)
+    X = X.mT if tall else X
+    for a, b, c in NEWTON_SCHULZ:
+        A = X @ X.mT
+        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.mT if tall else X
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of cross-entropies in fp32. logits [T, V]; targets [T], negative ones are left out. -> scalar."""
+    return F.cross_entropy(logits.float(), targets.long(), ignore_index=-1, reduction="sum")
+
+
+def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor) -> Tensor:
+    """softmax(q.k / sqrt(D)) v, causal over the whole row."""
+    q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4. Optimizer
+# Pure update rules, and one class that shards them over the ranks: reduce gradients, update a shard, gather weights.
+# It knows groups of parameters and nothing of models, layers or schedules. With one rank the collectives vanish.
+
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)      # the new names of torch 2.13
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Group(NamedTuple):
+    """Parameters that share one rule and one rate. kind: muon (matrices [.., R, C] of one shape) | adam (any)."""
+
+    name: str
+    kind: str
+    params: dict[str, nn.Parameter]
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+
+def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: Tensor, momentum: Tensor,
+                dtype: torch.dtype) -> None:
+    """Muon (Jordan et al. 2024) on a matrix [R, C]: Nesterov momentum, orthogonalised. In place: weight, buffer.
+
+    M <- mu M + (1 - mu) G;  W <- W - lr sqrt(max(R, C)) orth((1 - mu) G + mu M): root mean square about lr.
+    """
+    grad = grad.float()
+    momentum_buffer.mul_(momentum).add_(grad * (1 - momentum))
+    update = orthogonalize(grad * (1 - momentum) + momentum_buffer * momentum, dtype)
+    weight.sub_(update.float() * (lr * max(weight.size(-2), weight.size(-1)) ** 0.5))
+
+
+def adam_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, lr: Tensor, bias1: Tensor,
+                bias2: Tensor, beta1: float, beta2: float, eps: float) -> None:
+    """Adam (Kingma & Ba 2015), bias-corrected, any shape. bias = 1 - beta^step. In place: weight and both averages."""
+    grad = grad.float()
+    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    weight.sub_(lr / bias1 * exp_avg / ((exp_avg_sq / bias2).sqrt() + eps))
+
+
+class Bank:
+    """A group's parameters as views of one padded buffer, so that one collective serves all.
+
+    Muon banks are [N, R, C], Adam banks flat. Each rank owns 1/size of the first dimension: its shard has an exact
+    fp32 master copy (the weights themselves where these are fp32) and the optimizer state.
+    """
+
+    def __init__(self, group: Group, world: World):
+        self.group, self.world, self.steps = group, world, 0
+        params = list(group.params.values())
+        unit = params[0].shape[-2:] if group.kind == "muon" else ()
+        align = 1 if group.kind == "muon" else 128       # keeps every view 256-byte aligned
+        counts = [round_up(p.numel() // math.prod(unit), align) for p in params]
+        total = round_up(sum(counts), align * world.size)
+        self.weight = torch.zeros(total, *unit, dtype=params[0].dtype, device=world.device)
+        self.grad = torch.zeros_like(self.weight)
+        self.offsets = {}
+        start = 0
+        for (name, p), count in zip(group.params.items(), counts):
+            self.offsets[name] = start
+            stop = start + p.numel() // math.prod(unit)
+            self.weight[start:stop].view(p.shape).copy_(p.data)
+            p.data = self.weight[start:stop].view(p.shape)
+            p.grad = self.grad[start:stop].view(p.shape)
+            start += count
+        size = total // world.size
+        self.weight_shard = self.weight[world.rank * size:(world.rank + 1) * size]
+        self.grad_shard = self.grad if world.size == 1 else torch.zeros_like(self.weight_shard)
+        self.master = self.weight_shard if self.weight.dtype == torch.float32 else self.weight_shard.float()
+        names = ("momentum",) if group.kind == "muon" else ("exp_avg", "exp_avg_sq")
+        self.state = {name: torch.zeros_like(self.master) for name in names}
+
+    def reduce(self):
+        """Start summing gradients over the ranks into this rank's shard."""
+        if self.world.size > 1:
+            return reduce_scatter(self.grad_shard, self.grad, op=dist.ReduceOp.SUM, async_op=True)
+
+    def gather(self):
+        """Start collecting all ranks' new weights."""
+        if self.master is not self.weight_shard:
+            self.weight_shard.copy_(self.master)
+        if self.world.size > 1:
+            return all_gather(self.weight, self.weight_shard, async_op=True)
+
+
+class Optimizer:
+    """All groups. step() overlaps each bank's communication with its neighbours' updates."""
+
+    def __init__(self, groups: list[Group], world: World, compile: bool, dtype: torch.dtype):
+        self.world, self.dtype = world, dtype
+        self.banks = [Bank(group, world) for group in groups]
+        self.muon_update, self.adam_update = muon_update, adam_update
+        if compile:                                       # one Adam graph for flat banks of all lengths
+            self.muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
+            self.adam_update = torch.compile(adam_update, dynamic=True, fullgraph=True)
+
+    @torch.no_grad()
+    def step(self, lr_scale: float, momentum: float) -> Tensor:
+        """One update of everything; zeroes the gradients. -> squared gradient norm of each bank's shard, [banks]."""
+        pending = [bank.reduce() for bank in self.banks]
+        gathers, norms = [], []
+        for bank, work in zip(self.banks, pending):
+            if work is not None:
+                work.wait()
+            norms.append(bank.grad_shard.float().square().sum())
+            self.update(bank, lr_scale, momentum)
+            gathers.append(bank.gather())
+        for bank, work in zip(self.banks, gathers):
+            if work is not None:
+                work.wait()
+            bank.grad.zero_()
+        return torch.stack(norms)
+
+    def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
+        bank.steps += 1
+        group, scalar = bank.group, torch.tensor          # 0-D CPU tensors: new values don't recompile
+        lr = scalar(group.lr * lr_scale)
+        if group.kind == "muon":
+            for i in range(len(bank.master)):             # one matrix after the other
+                self.muon_update(bank.master[i], bank.grad_shard[i], bank.state["momentum"][i], lr, scalar(momentum),
+                                 self.dtype)
+        else:
+            bias1, bias2 = (scalar(1 - beta ** bank.steps) for beta in group.betas)
+            self.adam_update(bank.master, bank.grad_shard, bank.state["exp_avg"], bank.state["exp_avg_sq"], lr,
+                             bias1, bias2, *group.betas, group.eps)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a step changes, by name: what warm-up must restore and a checkpoint must hold."""
+        out = {}
+        for bank in self.banks:
+            out |= {f"{bank.group.name}.weight": bank.weight, f"{bank.group.name}.grad": bank.grad,
+                    f"{bank.group.name}.master": bank.master}
+            out |= {f"{bank.group.name}.{key}": value for key, value in bank.state.items()}
+        return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5. Model
+# A GPT of rows of tokens. All layers are equal; parameters are a table with one row per family.
+# Shapes: B rows, T positions, H heads, D head width, E model width. No collectives, files, clocks or environment.
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotary_tables(num_positions: int, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, D/2], kept in like's precision. The upper half of the pairs stands still (half-truncated)."""
+    quarter = head_dim // 4
+    freq = (1 / base) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device)
+    angle = torch.arange(num_positions, dtype=torch.float32, device=like.device)[:, None] * F.pad(freq, (0, quarter))
+    return angle.cos().to(like.dtype)[:, None], angle.sin().to(like.dtype)[:, None]
+
+
+def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (j, j + D/2) by their position's angle (RoPE, Su et al. 2021)."""
+    cos, sin = (t.float() for t in rotary)
+    a, b = x_BTHD.float().chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x_BTHD)
+
+
+class Attention(nn.Module):
+    """QK-norm and rotary."""
+
+    def __init__(self, c: Config, dtype: torch.dtype):
+        super().__init__()
+        self.config = c
+        width = c.num_heads * c.head_dim
+        self.q, self.k, self.v = (nn.Parameter(torch.empty(width, c.model_dim, dtype=dtype)) for _ in range(3))
+        self.out = nn.Parameter(torch.empty(c.model_dim, width, dtype=dtype))
+
+    def forward(self, x_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        c = self.config
+        B, T, _ = x_BTE.shape
+        q, k, v = (F.linear(x_BTE, w).view(B, T, c.num_heads, c.head_dim) for w in (self.q, self.k, self.v))
+        q, k = rotate(norm(q), rotary), rotate(norm(k), rotary)
+        return F.linear(attend(q, k, v).reshape(B, T, -1), self.out)
+
+
+class MLP(nn.Module):
+    """W2 relu(W1 x)^2 (So et al. 2021)."""
+
+    def __init__(self, c: Config, dtype: torch.dtype):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(c.mlp_dim, c.model_dim, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(c.model_dim, c.mlp_dim, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.relu(F.linear(x, self.up)).square(), self.down)
+
+
+class Block(nn.Module):
+    """x <- x + attention(norm x); x <- x + mlp(norm x)."""
+
+    def __init__(self, c: Config, dtype: torch.dtype):
+        super().__init__()
+        self.attention = Attention(c, dtype)
+        self.mlp = MLP(c, dtype)
+
+    def forward(self, x, rotary):
+        x = x + self.attention(norm(x), rotary)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    """tokens [B, T] -> logits, or the summed loss when targets are given. Rows don't see each other."""
+
+    def __init__(self, c: Config, kernels: Kernels = Kernels()):
+        super().__init__()
+        self.config, self.kernels = c, kernels
+        dtype = kernels.dtype
+        self.embed = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
+        self.blocks = nn.ModuleList(Block(c, dtype) for _ in range(c.num_layers))
+        self.cross_entropy = self.plain_loss
+        self.rotary: dict[int, tuple[Tensor, Tensor]] = {}      # by row length; not saved
+        if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
+            for block in self.blocks:
+                block.compile(dynamic=False, fullgraph=True)
+            self.cross_entropy = torch.compile(self.plain_loss, dynamic=False, fullgraph=True)
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Final normed states [B, T, E]."""
+        c, T = self.config, tokens_BT.size(1)
+        if T not in self.rotary:
+            self.rotary[T] = rotary_tables(T, c.head_dim, c.rotary_base, self.embed)
+        x = F.embedding(tokens_BT, self.embed)
+        for block in self.blocks:
+            x = block(x, self.rotary[T])
+        return norm(x)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None) -> Tensor:
+        x = self.hidden(tokens_BT)
+        if targets_BT is None:
+            return F.linear(x, self.embed).float()
+        return self.cross_entropy(x.flatten(0, 1), targets_BT.flatten())
+
+    def plain_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The head, tied to the embedding: [T, E] -> summed loss."""
+        return cross_entropy(F.linear(x, self.embed), targets)
+
+
+class Family(NamedTuple):
+    """One row of the parameter table: which names, how they begin, how they learn. Rows of one bank share its rule."""
+
+    name: str
+    pattern: str
+    init: Callable[[Tensor], object]
+    bank: str
+    kind: str
+    lr: float
+
+
+def fan_in_uniform(w: Tensor) -> None:
+    """Half the standard deviation of 1 / sqrt(fan_in), uniform."""
+    bound = 0.5 * 3 ** 0.5 * w.size(-1) ** -0.5
+    w.uniform_(-bound, bound)
+
+
+def small_normal(w: Tensor) -> None:
+    w.normal_(std=0.02)
+
+
+def families(c: Config) -> list[Family]:
+    return [
+        #      name             pattern                         init              bank            kind    lr
+        Family("embed",         r"embed",                       small_normal,     "embed",        "adam", c.lr_embed),
+        Family("qkv",           r".*\.attention\.[qkv]",        fan_in_uniform,   "attention",    "muon", c.lr_matrix),
+        Family("attention_out", r".*\.attention\.out",          Tensor.zero_,     "attention",    "muon", c.lr_matrix),
+        Family("mlp_up",        r".*\.mlp\.up",                 fan_in_uniform,   "mlp_up",       "muon", c.lr_matrix),
+        Family("mlp_down",      r".*\.mlp\.down",               Tensor.zero_,     "mlp_down",     "muon", c.lr_matrix),
+    ]
+
+
+def claimed(c: Config, model: nn.Module) -> list[tuple[Family, dict[str, nn.Parameter]]]:
+    """Each family with its parameters; raises ValueError unless every parameter has exactly one family."""
+    rows = [(family, {}) for family in families(c)]
+    for name, p in model.named_parameters():
+        owners = [row for row in rows if re.fullmatch(row[0].pattern, name)]
+        if len(owners) != 1:
+            raise ValueError(f"parameter {name} has {len(owners)} rows in families(), expected exactly 1")
+        owners[0][1][name] = p
+    return [row for row in rows if row[1]]
+
+
+@torch.no_grad()
+def init_weights(c: Config, model: nn.Module) -> None:
+    for family, params in claimed(c, model):
+        for p in params.values():
+            family.init(p)
+
+
+def param_groups(c: Config, model: nn.Module) -> list[dict]:
+    """The split Adam groups and the Muon groups, in the order in which their gradients are reduced."""
+    groups: dict[str, dict] = {}
+    for family, params in claimed(c, model):
+        rule = dict(name=family.bank, kind=family.kind, params={}, lr=family.lr, betas=(c.adam_beta1, c.adam_beta2),
+                    eps=c.adam_eps)
+        groups.setdefault(family.bank, rule)["params"].update(params)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: list[int], num_tokens: int, seed: int = 0, temperature: float = 0.8, top_k: int = 50
+             ) -> list[int]:
+    """prompt + num_tokens sampled tokens. The whole context is computed anew each time; padded ids are never drawn."""
+    c, tokens = model.config, list(prompt)
+    device, generator = model.embed.device, torch.Generator().manual_seed(seed)
+    for _ in range(num_tokens):
+        context = tokens[-c.row_tokens:]
+        row = torch.tensor([context], dtype=torch.int32, device=device)
+        logits = model(row, None)[0, -1, :c.vocab_size].float().cpu() / max(temperature, 1e-6)
+        best = logits.topk(min(top_k, c.vocab_size))
+        tokens.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)]))
+    return tokens
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6. Data
+# Token shards, the planner that says which span goes into which row, and the batch generator. Takes plain numbers.
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20_240_520, 1, 1024
+
+
+def shard_tokens(path: str) -> int:
+    """Token count of a FineWeb-format shard: 256 int32 (magic, version, count), then uint16. Raises Refusal."""
+    again = "delete the file and download or make it again"
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            head = file.read(SHARD_HEADER_BYTES)
+    except OSError as error:
+        raise Refusal(f"{path}: can't be read ({error.strerror})") from None
+    if len(head) < SHARD_HEADER_BYTES:
+        pointer = ", looks like the pointer text of a large-file store" if head.startswith(b"version https") else ""
+        raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{pointer}; {again}")
+    magic, version, count = (int.from_bytes(head[i:i + 4], "little", signed=True) for i in (0, 4, 8))
+    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+        hint = " (this is the 32-bit-token format, tokenize again with data/text.py)" if magic == 20_240_801 else ""
+        raise Refusal(f"{path}: found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION}{hint}")
+    if count <= 0 or size != SHARD_HEADER_BYTES + 2 * count:
+        raise Refusal(f"{path}: header says {count:,} tokens ({SHARD_HEADER_BYTES + 2 * count:,} bytes), "
+                      f"found {size:,} bytes; {again}")
+    return count
+
+
+def find_shards(patterns: str, what: str) -> list[str]:
+    """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
+    paths = sorted({os.path.realpath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
+    if not paths:
+        raise Refusal(f"no {what} shards match {patterns}. FineWeb: python data/cached_fineweb10B.py; your own text: "
+                      f"python data/text.py --help; or name shards with --{what}_files=PATTERN")
+    return paths
+
+
+def dataset_card(paths: list[str]) -> dict | None:
+    """The dataset.json beside the shards, if there is one. Raises Refusal when it can't be used."""
+    card = Path(paths[0]).parent / "dataset.json"
+    if not card.is_file():
+        return None
+    try:
+        found = json.loads(card.read_text(encoding="utf-8"))
+        return dict(tokenizer=str(found["tokenizer"]), vocab_size=int(found["vocab_size"]), eod_id=int(found["eod_id"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refusal(f"{card}: not a usable dataset card ({error!r}); make it again with data/text.py") from None
+
+
+class TokenStream:
+    """The tokens of several shards as one sequence, memory-mapped. Reading and indexing, nothing else."""
+
+    def __init__(self, paths: list[str], vocab_size: int):
+        self.paths, self.vocab_size = paths, vocab_size
+        self.starts = [0]
+        for path in paths:
+            self.starts.append(self.starts[-1] + shard_tokens(path))
+        self.num_tokens = self.starts[-1]
+        self.maps: dict[int, Tensor] = {}
+
+    def shard(self, k: int) -> Tensor:
+        """Tokens of shard k as int16 (the bits of uint16)."""
+        if k not in self.maps:
+            words = SHARD_HEADER_BYTES // 2 + self.starts[k + 1] - self.starts[k]
+            try:
+                self.maps[k] = torch.from_file(self.paths[k], False, words, dtype=torch.int16)[SHARD_HEADER_BYTES // 2:]
+            except RuntimeError as error:
+                raise Refusal(f"{self.paths[k]}: can't be read any more ({error})") from None
+        return self.maps[k]
+
+    def read(self, start: int, stop: int, out: Tensor) -> None:
+        """Copy tokens start..stop-1 into out (int32)."""
+        k, done = bisect.bisect_right(self.starts, start) - 1, 0
+        while start < stop:
+            upto = min(stop, self.starts[k + 1])
+            out[done:done + upto - start] = self.shard(k)[start - self.starts[k]:upto - self.starts[k]]
+            start, done, k = upto, done + upto - start, k + 1
+        out &= 0xFFFF
+
+    def document_starts(self, k: int, eod_id: int) -> list[int]:
+        """Positions of eod_id in shard k, counted from the stream's begin. Raises Refusal on ids out of range."""
+        tokens, starts = self.shard(k), []
+        eod, step = eod_id - 65_536 * (eod_id > 32_767), 2 ** 20
+        for a in range(0, len(tokens), step):
+            part = tokens[a:a + step]
+            if self.vocab_size < 65_536 and int((part ^ -32_768).max()) + 32_768 >= self.vocab_size:
+                ids = part.int() & 0xFFFF
+                bad = int((ids >= self.vocab_size).nonzero()[0])
+                raise Refusal(f"{self.paths[k]}: token {int(ids[bad])} at position {a + bad} is outside the vocabulary "
+                              f"of {self.vocab_size}; were these shards made with another tokenizer?")
+            starts += ((part == eod).nonzero().flatten() + (self.starts[k] + a)).tolist()
+        return starts
+
+
+def documents(stream: TokenStream, eod_id: int, begin: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each document from position begin on, for one epoch. Indexes the next shard in the background.
+
+    What stands before the first eod_id counts as a document; one may run on into the next shard. The stream's last
+    token is nobody's input, as it has no successor.
+    """
+    pending, last = begin, stream.num_tokens - 1
+    first, shards = max(0, bisect.bisect_right(stream.starts, begin) - 1), len(stream.paths)
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(stream.document_starts, first, eod_id)
+        for k in range(first, shards):
+            found = ahead.result()
+            if k + 1 < shards:
+                ahead = pool.submit(stream.document_starts, k + 1, eod_id)
+            for start in found:
+                if start > pending:
+                    yield pending, min(start, last)
+                    pending = start
+    if pending < last:
+        yield pending, last
+
+
+class Position(NamedTuple):
+    """Where the data stands between two steps: what is left of a cut document, and where the next one starts."""
+
+    epoch: int = 0
+    start: int = 0                           # of the piece carried over; start == stop: none
+    stop: int = 0
+    next_document: int = 0
+    dropped_tokens: int = 0                  # cut off by clipping, so far
+
+
+class Planner:
+    """Which spans of the stream go into which row, from the stream alone: the same for any number of ranks."""
+
+    def __init__(self, stream: TokenStream, eod_id: int, position: Position = Position()):
+        self.stream, self.eod_id, self.position = stream, eod_id, position
+        self.docs = documents(stream, eod_id, position.next_document)
+
+    def next_document(self) -> tuple[int, int]:
+        found = next(self.docs, None)
+        if found is None:                    # the epoch is over
+            self.position = self.position._replace(epoch=self.position.epoch + 1)
+            self.docs = documents(self.stream, self.eod_id)
+            found = next(self.docs)
+        return found
+
+    def rows(self, num_rows: int, row_tokens: int, max_doc_tokens: int = 0) -> list[list[tuple[int, int]]]:
+        """The next rows, each a list of (start, stop) with row_tokens in all.
+
+        Documents in order, each clipped to max_doc_tokens (0: not at all); one that a row's end cuts goes on in the
+        next row. Pieces that follow each other in the stream are joined.
+        """
+        rows = []
+        for _ in range(num_rows):
+            row, free = [], row_tokens
+            while free:
+                p = self.position
+                if p.start == p.stop:
+                    start, end = self.next_document()
+                    stop = min(end, start + max_doc_tokens) if max_doc_tokens else end
+                    p = self.position = Position(self.position.epoch, start, stop, end, p.dropped_tokens + end - stop)
+                upto = min(p.stop, p.start + free)
+                if row and row[-1][1] == p.start:
+                    row[-1] = row[-1][0], upto
+                else:
+                    row.append((p.start, upto))
+                free -= upto - p.start
+                self.position = p._replace(start=upto)
+            rows.append(row)
+        return rows
+
+
+class Batch(NamedTuple):
+    """This rank's rows of one step, int32 [rows, T], and where the data stands after it."""
+
+    inputs: Tensor
+    targets: Tensor
+    position: Position
+
+
+def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, targets: Tensor) -> None:
+    """Inputs are the spans' tokens, targets their true successors in the stream."""
+    at = 0
+    for start, stop in spans:
+        stream.read(start, stop, inputs[at:at + stop - start])
+        stream.read(start + 1, stop + 1, targets[at:at + stop - start])
+        at += stop - start
+
+
+def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
+            pinned: bool = False, ahead: int = 3) -> Iterator[Batch]:
+    """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread.
+
+    Row i of n goes to rank i // (n / size). Errors of the thread are raised here.
+    """
+    def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
+        rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
+        mine = rows[rank * num_rows // size:(rank + 1) * num_rows // size]
+        both = torch.empty(2, len(mine), row_tokens, dtype=torch.int32, pin_memory=pinned)
+        for i, spans in enumerate(mine):
+            fill_row(planner.stream, spans, both[0, i], both[1, i])
+        return Batch(both[0], both[1], planner.position)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting: deque = deque()
+        for item in plan:
+            waiting.append(pool.submit(prepare, *item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, eod_id: int, rank: int, size: int
+                    ) -> Iterator[tuple[Tensor, Tensor]]:
+    """Targets 1..num_targets of the stream, each once, in contiguous slices [1, T]; slice i goes to rank i % size.
+
+    The last slice is filled up with eod_id and targets -1, which no loss counts.
+    """
+    for begin in range(rank * row_tokens, num_targets, size * row_tokens):
+        stop = min(begin + row_tokens, num_targets)
+        inputs, targets = torch.full((2, 1, row_tokens), eod_id, dtype=torch.int32)
+        targets.fill_(-1)
+        fill_row(stream, [(begin, stop)], inputs[0, :stop - begin], targets[0, :stop - begin])
+        yield inputs, targets
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 7. Schedules
+# Tables of stages and pure functions of the step. No tensors, no devices.
+
+
+class Stage(NamedTuple):
+    """A part of the run. until is the fraction of num_steps at which it ends."""
+
+    until: float
+    batch: float = 1.0                # of batch_tokens
+    max_doc_tokens: int = 0           # documents are clipped to it; 0: not
+    lr: float = 1.0                   # times every rate
+
+
+STAGES: dict[str, tuple[Stage, ...]] = {
+    "plain": (Stage(1.0),),
+}
+
+
+def stage_at(c: Config, step: int) -> tuple[Stage, float]:
+    """The stage of a step and how far it has come, in [0, 1]. Past the end: the last stage, 1.0."""
+    begin = 0.0
+    for stage in STAGES[c.stages]:
+        if step < stage.until * c.num_steps:
+            return stage, (step / c.num_steps - begin) / (stage.until - begin)
+        begin = stage.until
+    return stage, 1.0
+
+
+def rows_at(c: Config, step: int) -> int:
+    return max(1, round(c.batch_rows * stage_at(c, step)[0].batch))
+
+
+def lr_scale_at(c: Config, step: int) -> float:
+    """Flat, then linear over the last cooldown_frac of the run to lr_floor; times the stage's own factor."""
+    left = 1 - step / c.num_steps
+    cooled = min(1.0, left / c.cooldown_frac) if c.cooldown_frac else 1.0
+    return stage_at(c, step)[0].lr * (cooled + (1 - cooled) * c.lr_floor)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8. Log and checkpoint
+# The log is the record: source, header, events. The clock that times it. Rank 0 writes, the others stay silent.
+
+FENCE = "=" * 100
+
+
+class RunLog:
+    """Writes log_dir/<run_id>.txt on rank 0 and mirrors events to the console. A full disk is said once."""
+
+    def __init__(self, log_dir: str, world: World, console: bool = True):
+        stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        self.run_id, self.path, self.file = f"{stamp}_{uuid.uuid4().hex[:8]}", None, None
+        self.console = console and world.rank == 0
+        if world.rank == 0:
+            try:
+                Path(log_dir).mkdir(parents=True, exist_ok=True)
+                self.path = Path(log_dir) / f"{self.run_id}.txt"
+                self.file = self.path.open("w", encoding="utf-8")
+            except OSError as error:
+                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); name another one") from None
+
+    def write(self, text: str) -> None:
+        if self.file is not None:
+            try:
+                self.file.write(text + "\n")
+                self.file.flush()
+            except OSError as error:
+                self.file = None
+                print(f"warn: {self.path}: log lost ({error.strerror}); training goes on", file=sys.stderr)
+
+    def header(self, source: str, facts: dict) -> None:
+        """Source, fence, facts as one JSON line, nvidia-smi, fence."""
+        self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
+        if facts["versions"]["cuda"]:
+            self.write(run_quietly("nvidia-smi"))
+        self.write(FENCE)
+
+    def event(self, text: str) -> None:
+        self.write(text)
+        if self.console:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def fingerprint(path: str) -> str:
+    """First 16 hex digits of the sha256 over header, first and last MiB: cheap, and any other file differs."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        digest.update(file.read(1024 + 2 ** 20))
+        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
+        digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def source_of(log: str | Path) -> str:
+    """The source that a log embeds, verbatim. Raises Refusal when its sha256 is not the header's."""
+    source, fence, rest = Path(log).read_text(encoding="utf-8").partition("\n" + FENCE + "\n")
+    source += "\n"
+    try:
+        wanted = json.loads(rest.partition("\n")[0])["source_sha256"]
+    except (ValueError, KeyError, TypeError):
+        raise Refusal(f"{log}: not a log of this trainer") from None
+    if hashlib.sha256(source.encode()).hexdigest() != wanted:
+        raise Refusal(f"{log}: the embedded source was changed after the run")
+    return source
+
+
+def run_quietly(*command: str) -> str:
+    """Standard output of a command, or an empty text when it can't run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def process_age_s() -> float:
+    """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError, ValueError):
+        return time.process_time()
+
+
+class Clock:
+    """Honest time: starts and pauses with a device synchronisation; steps are timed by events, read one step late."""
+
+    def __init__(self, device: torch.device):
+        self.cuda, self.device = device.type == "cuda", device
+        self.total_ms, self.since, self.last = 0.0, None, None
+        self.step_ms: list[float] = []
+        self.open: list[tuple] = []
+
+    def synchronize(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def stamp(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def resume(self) -> None:
+        self.since = self.synchronize()
+        self.last = self.stamp()
+
+    def pause(self) -> None:
+        now = self.synchronize()
+        self.collect()
+        self.total_ms, self.since = self.total_ms + 1e3 * (now - self.since), None
+
+    def step_done(self) -> None:
+        now = self.stamp()
+        self.open.append((self.last, now))
+        self.last = now
+
+    def collect(self, keep: int = 0) -> None:
+        """Move finished step times into step_ms, all but the last keep; waits for the device where it must."""
+        while len(self.open) > keep:
+            a, b = self.open.pop(0)
+            if self.cuda:
+                b.synchronize()
+            self.step_ms.append(a.elapsed_time(b) if self.cuda else 1e3 * (b - a))
+
+    def elapsed_ms(self) -> float:
+        return self.total_ms + (1e3 * (time.perf_counter() - self.since) if self.since is not None else 0.0)
+
+
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
+
+
+class Progress:
+    """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
+
+    def __init__(self, c: Config, world: World, log: RunLog, clock: Clock, names: list[str], matmul_parameters: int):
+        self.config, self.log, self.clock, self.names = c, log, clock, names
+        self.waiting, self.tokens = None, 0
+        device = torch.cuda.get_device_name(world.device) if world.is_cuda else ""
+        peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in device), None)
+        self.flops_per_token = 6 * matmul_parameters / peak / world.size if peak else None      # in units of the peak
+
+    def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> str | None:
+        """Start copying this step's stats [1 + banks] (loss, squared gradient norms); look at the step before."""
+        self.tokens += tokens
+        on_cpu = stats.to("cpu", non_blocking=True)
+        before, self.waiting = self.waiting, (step, tokens, self.tokens, lr, on_cpu, self.clock.last)
+        return self.look(before)
+
+    def flush(self) -> str | None:
+        before, self.waiting = self.waiting, None
+        return self.look(before)
+
+    def mfu(self, tokens: float, ms: float) -> float | None:
+        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
+        return self.flops_per_token * tokens / ms * 1e3 if self.flops_per_token else None
+
+    def look(self, item) -> str | None:
+        """Write the step's line when it is due. -> what is not finite in it, or None."""
+        if item is None:
+            return None
+        step, tokens, so_far, lr, stats, event = item
+        if self.clock.cuda:
+            event.synchronize()
+        if not bool(stats.isfinite().all()):
+            bad = [name for name, value in zip(self.names, stats.tolist()) if not math.isfinite(value)]
+            return f"step {step + 1}: not a finite number: {', '.join(bad)}"
+        self.clock.collect(keep=1)
+        c, done = self.config, step + 1
+        if done % c.log_every_steps == 0 or done == 1:
+            times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
+            ms = sum(times) / len(times)
+            mfu = self.mfu(tokens, ms)
+            self.log.event(f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} "
+                           f"train_time:{self.clock.elapsed_ms():.0f}ms step_avg:{ms:.2f}ms "
+                           f"tokens_per_s:{tokens / ms * 1e3:.0f} " + (f"mfu:{mfu:.3f} " if mfu else "")
+                           + f"lr:{lr:.4f} tokens:{so_far}")
+        if done == 20 and c.num_steps > 40:
+            mean = sum(self.clock.step_ms) / len(self.clock.step_ms)
+            self.log.event(f"note: at this pace {c.num_steps} steps take about {mean * c.num_steps / 1e3:.0f} s")
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 9. Training
+# Build, warm up, evaluate, step, loop. The timed region is what stands between clock.resume() and clock.pause().
+
+@dataclass
+class Run:
+    """All that a run holds. train_stream and val_stream are memory-mapped; position is where the data stands."""
+
+    config: Config
+    world: World
+    kernels: Kernels
+    model: GPT
+    optimizer: Optimizer
+    train_stream: TokenStream
+    val_stream: TokenStream
+    micro_rows: int
+    position: Position = Position()
+
+
+def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) -> Config:
+    """Vocabulary and end-of-document id as the shards' dataset.json says. Raises Refusal on any contradiction."""
+    cards = [dataset_card(train), dataset_card(val)]
+    if cards[0] and cards[1] and cards[0] != cards[1]:
+        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
+    same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
+    if same:
+        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean nothing")
+    card = cards[0] or cards[1] or {}
+    for key in ("vocab_size", "eod_id"):
+        if key in card and overrides.get(key, card[key]) != card[key]:
+            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {card[key]}")
+    c = dataclasses.replace(c, **{key: card[key] for key in ("vocab_size", "eod_id") if key in card})
+    check_config(c)
+    return c
+
+
+def build(c: Config, world: World, overrides: dict) -> Run:
+    """Check everything that can be checked cheaply, then make model and optimizer. Raises Refusal."""
+    train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
+    c = adopt_dataset(c, overrides, train_paths, val_paths)
+    train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
+    c = dataclasses.replace(c, val_tokens=c.val_tokens or val_stream.num_tokens - 1)
+    if val_stream.num_tokens <= c.val_tokens:
+        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {val_stream.num_tokens:,} tokens, at most "
+                      f"{val_stream.num_tokens - 1:,} targets; expected --val_tokens=0 (all) or fewer")
+    if c.stages not in STAGES:
+        raise Refusal(f"--stages={c.stages}: expected one of {', '.join(STAGES)}")
+    rows = {rows_at(c, step) for step in range(c.num_steps)}
+    if any(n % world.size for n in rows):
+        legal = [n for n in range(1, math.gcd(*rows) + 1) if math.gcd(*rows) % n == 0]
+        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows a step evenly (rows = batch_tokens / "
+                      f"row_tokens = {c.batch_tokens} / {c.row_tokens}); legal counts: {', '.join(map(str, legal))} "
+                      "(--nproc_per_node, or NPROC=n ./run.sh)")
+    for k in range(len(val_paths)):
+        val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
+    train_stream.document_starts(0, c.eod_id)
+    kernels = choose_kernels(world.device, c.compile)
+    if kernels.compile and not world.is_cuda and not find_compiler():
+        raise Refusal("--compile=on: a C compiler is needed for compilation and none was found; install one (gcc) "
+                      "or use --compile=off")
+    torch._dynamo.config.recompile_limit = 64
+    torch.manual_seed(c.seed)
+    with torch.device(world.device):
+        model = GPT(c, kernels)
+    init_weights(c, model)
+    groups = [Group(**row) for row in param_groups(c, model)]
+    optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda, kernels.dtype)
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or c.batch_rows)
+
+
+def matmul_parameters(run: Run) -> int:
+    """Parameters that multiply every token: hidden matrices and the head, which is the embedding."""
+    return sum(p.numel() for family, params in claimed(run.config, run.model) for p in params.values()
+               if family.kind == "muon" or family.name == "embed")
+
+
+def budget(run: Run) -> str:
+    """Tokens needed against tokens there; raises Refusal when max_epochs doesn't suffice."""
+    c, stream = run.config, run.train_stream
+    starts = stream.document_starts(0, c.eod_id)
+    lengths = [b - a for a, b in zip(starts, starts[1:])] or [stream.starts[1]]
+    kept, needed = {}, 0.0
+    for step in range(c.num_steps):
+        clip = stage_at(c, step)[0].max_doc_tokens
+        if clip not in kept:
+            kept[clip] = sum(min(n, clip) for n in lengths) / sum(lengths) if clip else 1.0
+        needed += rows_at(c, step) * c.row_tokens / kept[clip]
+    there = stream.num_tokens - 1
+    epochs = needed / there
+    text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {there:,} are there"
+    if epochs > c.max_epochs:
+        more = math.ceil((needed - there * c.max_epochs) / c.max_epochs / 100e6)
+        raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of 100M tokens "
+                      f"(python data/cached_fineweb10B.py) or allow repetition with --max_epochs={math.ceil(epochs)}")
+    return f"{text}: {'enough' if epochs <= 1 else f'wraps, {epochs:.2f} epochs'}"
+
+
+def micro_batches(run: Run, rows: Tensor) -> Iterator[Tensor]:
+    """This rank's rows in equal micro-batches of at most run.micro_rows."""
+    n = max(m for m in range(1, min(run.micro_rows, len(rows)) + 1) if len(rows) % m == 0)
+    return (part.to(run.world.device, non_blocking=True) for part in rows.split(n))
+
+
+def train_step(run: Run, step: int, batch: Batch) -> Tensor:
+    """Gradients over all micro-batches, one update. -> [1 + banks]: mean loss, squared gradient norms."""
+    c = run.config
+    loss = torch.zeros((), device=run.world.device)
+    for inputs, targets in zip(micro_batches(run, batch.inputs), micro_batches(run, batch.targets)):
+        # Divided by the constant batch: the sum over micro-batches and ranks is then the mean over all rows.
+        part = run.model(inputs, targets) / (rows_at(c, step) * c.row_tokens)
+        part.backward()
+        loss += part.detach()
+    norms = run.optimizer.step(lr_scale_at(c, step), c.momentum)
+    stats = torch.cat((loss[None], norms))
+    if run.world.size > 1:
+        dist.all_reduce(stats)
+    return stats
+
+
+@torch.no_grad()
+def evaluate(run: Run, leave_out: int = -1) -> float:
+    """Mean loss over the val_tokens targets, the same on all ranks. Targets equal to leave_out don't count."""
+    c, world = run.config, run.world
+    run.model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    tokens = run.micro_rows * c.val_row_tokens           # so many rows in one forward pass
+    rows = validation_rows(run.val_stream, c.val_tokens, tokens, c.eod_id, world.rank, world.size)
+    for inputs, targets in rows:
+        inputs, targets = inputs.view(-1, c.val_row_tokens), targets.view(-1, c.val_row_tokens)
+        targets = targets.masked_fill(targets == leave_out, -1)
+        count = (targets >= 0).sum()
+        loss = run.model(inputs.to(world.device), targets.to(world.device))
+        totals += torch.stack((loss.double(), count.to(world.device).double()))
+    if world.size > 1:
+        dist.all_reduce(totals)
+    run.model.train()
+    return float(totals[0] / totals[1])
+
+
+def warmup(run: Run, log: RunLog) -> None:
+    """Compile and run every shape of the schedule on random tokens, then restore every byte of state."""
+    c, device = run.config, run.world.device
+    tensors = run.optimizer.tensors()
+    saved = {name: t.clone() for name, t in tensors.items()}
+    steps = [bank.steps for bank in run.optimizer.banks]
+    rng = torch.get_rng_state(), torch.cuda.get_rng_state(device) if run.world.is_cuda else None
+    generator = torch.Generator().manual_seed(1)
+    shapes = {rows_at(c, step): step for step in range(c.num_steps)}
+    for num_rows, step in shapes.items():
+        shape = num_rows // run.world.size, c.row_tokens
+        tokens = torch.randint(0, c.vocab_size, shape, generator=generator, dtype=torch.int32)
+        for _ in range(2):
+            train_step(run, step, Batch(tokens, tokens, run.position))
+            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
+    with torch.no_grad():
+        run.model.eval()
+        tokens = tokens.flatten()[:1].expand(run.micro_rows, c.val_row_tokens).contiguous().to(device)
+        run.model(tokens, tokens)
+        run.model.train()
+    for name, t in tensors.items():
+        t.copy_(saved[name])
+    for bank, count in zip(run.optimizer.banks, steps):
+        bank.steps = count
+    torch.set_rng_state(rng[0])
+    if run.world.is_cuda:
+        torch.cuda.set_rng_state(rng[1], device)
+
+
+def bigram_loss(run: Run) -> float:
+    """Nats a target of the add-one-smoothed bigram table of the training shards on the validation targets."""
+    c = run.config
+    def pairs(stream: TokenStream, count: int) -> Tensor:
+        tokens = torch.empty(count + 1, dtype=torch.int32)
+        stream.read(0, count + 1, tokens)
+        return tokens[:-1].long() * c.vocab_size + tokens[1:]
+    counts = torch.bincount(pairs(run.train_stream, run.train_stream.num_tokens - 1), minlength=c.vocab_size ** 2)
+    logp = (counts.view(c.vocab_size, -1) + 1).double().log()
+    logp = (logp - logp.logsumexp(1, keepdim=True)).flatten()
+    found = pairs(run.val_stream, c.val_tokens)
+    return -float(logp[found[found % c.vocab_size != c.eod_id]].mean())
+
+
+def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
+    """The log's header: everything needed to judge and repeat the run."""
+    def files(stream: TokenStream) -> dict:
+        rows = [dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
+                for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])]
+        return dict(files=rows, tokens=stream.num_tokens)
+    here, world = str(Path(__file__).parent), run.world
+    device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.processor() or platform.machine()
+    sizes = {family.name: sum(p.numel() for p in params.values()) for family, params in claimed(run.config, run.model)}
+    return dict(
+        name=run.config.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        config=dataclasses.asdict(run.config), overrides=overrides, argv=argv, seed=run.config.seed,
+        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
+        versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
+                      hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads()),
+        devices=[device] * world.size, world_size=world.size, micro_rows=run.micro_rows, resumed_from=None,
+        kernels={k: str(v) for k, v in run.kernels._asdict().items()},
+        data=dict(train=files(run.train_stream), val=files(run.val_stream)),
+        git=dict(commit=run_quietly("git", "-C", here, "rev-parse", "HEAD"),
+                 dirty=bool(run_quietly("git", "-C", here, "status", "--porcelain", "--untracked-files=no"))),
+        parameters={**sizes, "total": sum(sizes.values()), "matmul": matmul_parameters(run)})
+
+
+def stop_if(problem: str | None) -> None:
+    if problem:
+        raise Failure(f"{problem}. Lower the learning rates, or look at the data")
+
+
+def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list[str]) -> dict:
+    """The whole run. -> the result that the log's last line holds. Raises Refusal or Failure."""
+    run = build(config, world, overrides)
+    c, clock = run.config, Clock(world.device)
+    log.header(SOURCE, facts(run, overrides, argv))
+    log.event("note: " + budget(run))
+    count = sum(p.numel() for p in run.model.parameters())
+    choices = ", ".join(f"{k}={v}" for k, v in run.kernels._asdict().items())
+    log.event(f"note: {world.size} x {world.device.type}, {count:,} parameters, {choices}")
+    if world.is_cuda:
+        warmup(run, log)
+    names = ["loss"] + [f"gradient of {bank.group.name}" for bank in run.optimizer.banks]
+    progress = Progress(c, world, log, clock, names, matmul_parameters(run))
+    plan = [(rows_at(c, step), stage_at(c, step)[0].max_doc_tokens) for step in range(c.num_steps)]
+    loader = batches(Planner(run.train_stream, c.eod_id), plan, c.row_tokens, world.rank, world.size, world.is_cuda)
+    result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=False)
+    profiler = contextlib.nullcontext()
+    clock.synchronize()
+    result["time_to_first_step_s"] = round(process_age_s(), 2)
+    log.event(f"note: time_to_first_step_s:{result['time_to_first_step_s']}")
+    clock.resume()
+    for step in range(c.num_steps + 1):
+        last = step == c.num_steps
+        if last or (c.val_every_steps and step % c.val_every_steps == 0):
+            clock.pause()
+            stop_if(progress.flush())
+            loss = evaluate(run)
+            log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
+                      f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
+            result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
+            if not math.isfinite(loss):
+                raise Failure(f"step {step}: the validation loss is not a finite number")
+            if c.target_loss and loss <= c.target_loss and not last:
+                result |= dict(status="target_reached", reason=f"validation loss {loss:.4f} <= {c.target_loss}")
+                break
+            if last:
+                break
+            clock.resume()
+        if c.profile_steps and step == min(5, c.num_steps - 1):
+            profiler = torch.profiler.profile(with_stack=False)
+            profiler.start()
+        batch = next(loader)
+        run.position = batch.position
+        stats = train_step(run, step, batch)
+        clock.step_done()
+        stop_if(progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale_at(c, step), stats))
+        if c.profile_steps and step == min(5 + c.profile_steps, c.num_steps) - 1:
+            clock.synchronize()
+            profiler.stop()
+            if log.path:
+                profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
+    loader.close()
+    times = clock.step_ms
+    slowest = sorted(range(len(times)), key=times.__getitem__)[-5:][::-1]
+    log.event("note: slowest steps: " + ", ".join(f"{i + 1} ({times[i]:.1f} ms)" for i in slowest))
+    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
+    step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
+    result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms,
+                   tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
+                   peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 if world.is_cuda else None)
+    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
+    log.event("result:" + json.dumps(result))
+    closing_words(run, result, log)
+    return result
+
+
+def closing_words(run: Run, result: dict, log: RunLog) -> None:
+    """For byte vocabularies with sample_tokens set (the demo): what the numbers mean, and what the model writes."""
+    c = run.config
+    if not c.sample_tokens or c.vocab_size != 257:
+        return
+    nats, bigram = evaluate(run, leave_out=c.eod_id), bigram_loss(run)
+    for name, loss in (("this model", nats), ("a bigram table", bigram)):
+        log.event(f"note: {name}: {loss:.4f} nats/byte, {loss / math.log(2):.4f} bits/byte on held-out text")
+    prompt = list(b"\n\nThe ")
+    text = bytes(t for t in generate(run.model, [c.eod_id] + prompt, c.sample_tokens, c.seed) if t < 256)
+    log.event("note: a sample of what it writes:")
+    log.event("\n".join("    | " + line for line in text.decode("utf-8", "replace").splitlines()))
+    log.event(f"note: {result['tokens_trained'] / result['train_time_ms'] * 1e3:,.0f} tokens/s on this machine; a GPU "
+              "would train the real thing: ./run.sh on one to eight H100s with FineWeb shards")
+    if log.path:
+        log.event(f"note: the log is {log.path}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 10. Front door
+# Parse, enter the world, train, leave. Exit codes: 0 done, 1 failed, 2 refused.
+
+
+def main(argv: list[str]) -> int:
+    if {"--help", "-h"} & set(argv):
+        print(help_text())
+        return 0
+    log = world = None
+    try:
+        config, overrides = parse_config(argv, "ladder")
+        if config.deterministic == "on":
+            torch.use_deterministic_algorithms(True)
+        world = init_world(config.deterministic == "on")
+        log = RunLog(config.log_dir, world)
+        train(config, world, log, overrides, argv)
+        return 0
+    except (Refusal, Failure) as error:
+        if world is None or world.rank == 0:
+            print(f"train_gpt: {error}", file=sys.stderr, flush=True)
+        if log is not None:
+            status = "refused" if isinstance(error, Refusal) else "failed"
+            log.write("result:" + json.dumps(dict(status=status, reason=str(error))))
+        return 2 if isinstance(error, Refusal) else 1
+    finally:
+        if log is not None:
+            log.close()
+        if world is not None:
+            close_world(world)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
