@@ -76,7 +76,7 @@ def load_model(folder, device: str | None = None, compile: str = "auto") -> Load
 def tokenizer_of(loaded: Loaded) -> Tokenizer:
     """The tokenizer of the training data: bytes, or one of tiktoken's. Raises Refusal when there is none to be had."""
     tg, c = import_trainer(), loaded.config
-    name = loaded.facts["run"]["data"].get("tokenizer") or {50_257: "gpt2"}.get(c.vocab_size)
+    name = loaded.facts["run"]["data"].get("tokenizer") or {50_257: "gpt2", 257: "bytes"}.get(c.vocab_size)
     if name == "bytes":
         return Tokenizer(name, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256).decode(
             "utf-8", "replace"), lambda: [1] * 256 + [0] * (c.vocab_size - 256))
