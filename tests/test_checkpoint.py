@@ -305,3 +305,30 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(tg, tmp_path, mo
     weights = run_here(0, 1, byte_run(tmp_path, num_steps=60))[1]
     whole = tg.read_checkpoint(last)[1]
     assert all((whole[name, "weight"].view(value.shape).numpy() == value).all() for name, value in weights.items())
+
+
+def in_half_precision(rank, size, argv):
+    """run_here with bfloat16 weights, as on a GPU: the exact weights are then a copy that only their rank holds."""
+    import torch
+    from rank_helpers import load_train_gpt
+    tg = load_train_gpt()
+    choose = tg.choose_kernels
+    tg.choose_kernels = lambda *args: tg.Kernels(dtype=torch.bfloat16)
+    try:
+        return run_here(rank, size, argv)
+    finally:
+        tg.choose_kernels = choose
+
+
+def test_exact_weights_beside_bfloat16_ones_are_kept(tg, run_ranks, tmp_path):
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=2", num_steps=4)
+    straight = run_ranks(2, in_half_precision, argv)
+    first, last = checkpoints_in(tmp_path)
+    resumed = in_half_precision(0, 1, changed(argv, f"--resume={first}", f"--checkpoint_dir={tmp_path}/one"))
+    assert straight[0][0]["val_loss"] == pytest.approx(resumed[0]["val_loss"], abs=2e-3)
+    again = run_ranks(2, in_half_precision, changed(argv, f"--resume={first}", f"--checkpoint_dir={tmp_path}/two"))
+    assert same_weights(straight[0][1], again[0][1])
+    whole = tg.read_checkpoint(last)[1]
+    exact, rounded = whole["head", "weight"], straight[0][1]["head"].ravel()
+    assert exact.dtype.itemsize == 4 and (exact.bfloat16().float().numpy() == rounded).all()
+    assert (exact.numpy() != rounded).any()
