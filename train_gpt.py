@@ -541,14 +541,14 @@ class Bank:
         names = ("momentum",) if group.kind == "muon" else ("exp_avg", "exp_avg_sq")
         self.state = {name: torch.zeros_like(self.master) for name in names}
 
-    def owned(self) -> Iterator[tuple[str, int, int, slice]]:
-        """(parameter, a, b, place): this rank's shard, taken flat, holds the parameter's elements a..b-1 at place."""
-        unit, low = math.prod(self.weight.shape[1:]), self.world.rank * self.master.numel()
-        for name, p in self.group.params.items():
-            start = self.offsets[name] * unit
-            a, b = max(start, low), min(start + p.numel(), low + self.master.numel())
-            if a < b:
-                yield name, a - start, b - start, slice(a - low, b - low)
+    def exact(self) -> dict[str, Tensor]:
+        """This rank's shards of what a checkpoint keeps: exact weights and state."""
+        return {"weight": self.master, **self.state}
+
+    def part(self, full: Tensor, name: str) -> Tensor:
+        """The parameter's view of a buffer of the whole bank."""
+        p, start = self.group.params[name], self.offsets[name]
+        return full[start:start + p.numel() // math.prod(full.shape[1:])].view(p.shape)
 
     def reduce(self):
         """Start summing gradients over the ranks into this rank's shard."""
@@ -611,23 +611,28 @@ class Optimizer:
             out |= {f"{bank.group.name}.{key}": value for key, value in bank.state.items()}
         return out
 
-    def pieces(self) -> dict[tuple[str, str, int, int], Tensor]:
-        """What this rank owns of the exact weights and the state, flat, as views: by (parameter, kind, a, b).
-
-        All ranks' pieces together are every parameter once, without padding, so any number of ranks can load them.
-        """
-        return {(name, kind, a, b): t.flatten()[place] for bank in self.banks for name, a, b, place in bank.owned()
-                for kind, t in {"weight": bank.master, **bank.state}.items()}
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """("PARAMETER/KIND", tensor): exact weights and state, whole and unpadded, on every rank; all must iterate."""
+        for bank in self.banks:
+            for kind, shard in bank.exact().items():
+                full = shard
+                if self.world.size > 1:
+                    full = shard.new_empty(bank.weight.shape)
+                    all_gather(full, shard)
+                yield from ((f"{name}/{kind}", bank.part(full, name)) for name in bank.offsets)
 
     @torch.no_grad()
-    def load(self, whole: dict[tuple[str, str], Tensor], steps: dict[str, int]) -> None:
-        """Take over weights and state, flat and whole, by (parameter, kind); steps by bank."""
-        for (name, kind, a, b), piece in self.pieces().items():
-            piece.copy_(whole[name, kind][a:b])
+    def load(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
+        """Take over what gathered() gave, on any number of ranks; steps by bank."""
         for bank in self.banks:
             bank.steps = steps[bank.group.name]
-            for name, p in bank.group.params.items():
-                p.copy_(whole[name, "weight"].view(p.shape))
+            for kind, shard in bank.exact().items():
+                full = shard.new_zeros(bank.weight.shape)
+                for name in bank.offsets:
+                    bank.part(full, name).copy_(tensors[f"{name}/{kind}"])
+                shard.copy_(full.chunk(self.world.size)[self.world.rank])
+                if kind == "weight":
+                    bank.weight.copy_(full)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1295,21 +1300,19 @@ def sha256_of(path: Path) -> str:
 
 
 class Store:
-    """Writes folder/step_N in the background, under another name until it is whole, and keeps the last two.
+    """Writes folder/step_N in the background, under another name until it is whole, and keeps the last two. For rank 0.
 
-    Tensors are keyed "PARAMETER/KIND[a:b]": elements a to b of the flat parameter. group: gloo, of all ranks.
     What can't be written (full disk, no permission) is said in one line, and training goes on.
     """
 
-    def __init__(self, folder: Path, rank: int, log: RunLog, group=None):
-        self.folder, self.rank, self.log, self.group, self.last = folder, rank, log, group, None
+    def __init__(self, folder: Path, log: RunLog):
+        self.folder, self.log, self.last = folder, log, None
         self.pool, self.pending = ThreadPoolExecutor(1), []
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
-        """Copy this rank's tensors off the device now; write while training goes on, after the write before."""
+        """Write tensors (on the CPU, no one else's) while training goes on, once the write before has ended."""
         self.finish()
-        staged = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
-        self.pending.append(self.pool.submit(self.write, f"step_{step:06d}", staged, facts))
+        self.pending.append(self.pool.submit(self.write, f"step_{step:06d}", tensors, facts))
 
     def finish(self) -> None:
         while self.pending:
@@ -1320,22 +1323,20 @@ class Store:
         part, whole = self.folder / f"writing_{name}", self.folder / name
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
-            save(tensors, storage_writer=FileSystemWriter(part), process_group=self.group)
-            if self.rank == 0:
-                body = json.dumps(facts | dict(files={file.name: sha256_of(file) for file in sorted(part.iterdir())}))
-                with (part / "checkpoint.json").open("w", encoding="ascii") as file:
-                    file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
-                    file.flush()
-                    os.fsync(file.fileno())
-                self.last = part.rename(whole)
-                for old in sorted(self.folder.glob("step_*"))[:-2]:
-                    shutil.rmtree(old, ignore_errors=True)
+            save(tensors, storage_writer=FileSystemWriter(part), no_dist=True)
+            body = json.dumps(facts | dict(files={file.name: sha256_of(file) for file in sorted(part.iterdir())}))
+            with (part / "checkpoint.json").open("w", encoding="ascii") as file:
+                file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
+                file.flush()
+                os.fsync(file.fileno())
+            self.last = part.rename(whole)
+            for old in sorted(self.folder.glob("step_*"))[:-2]:
+                shutil.rmtree(old, ignore_errors=True)
         except (Exception, CheckpointException) as error:
             cause = next(iter(getattr(error, "failures", {0: (error,)}).values()))[0]
             why = getattr(cause, "strerror", None) or (str(cause).splitlines() or [repr(cause)])[0]
             self.log.event(f"warn: {whole}: checkpoint not written ({why}); the last good one is {self.last}")
-            if self.rank == 0:
-                shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def find_checkpoint(resume: str, folder: str) -> Path:
@@ -1347,8 +1348,8 @@ def find_checkpoint(resume: str, folder: str) -> Path:
     return found[-1].parent
 
 
-def read_checkpoint(folder: str | Path) -> tuple[dict, dict[tuple[str, str], Tensor]]:
-    """(facts, flat whole tensors by (parameter, kind)). Raises Refusal that names the file when a byte is wrong."""
+def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
+    """(facts, tensors by "PARAMETER/KIND"). Raises Refusal that names the file when a byte is wrong."""
     from torch.distributed.checkpoint import FileSystemReader, load
     place = Path(folder) / "checkpoint.json"
     try:
@@ -1363,15 +1364,12 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[tuple[str, str], Ten
         raise Refusal(f"{place}: can't be read ({error.strerror})") from None
     if not sound:
         raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
-    reader, whole, parts = FileSystemReader(folder), {}, {}
-    for key, info in reader.read_metadata().state_dict_metadata.items():
-        name, kind, a, b = re.fullmatch(r"(.+)/(\w+)\[(\d+):(\d+)\]", key).groups()
-        parts[key] = (name, kind), int(a), int(b), info.properties.dtype
-    for key, _, b, dtype in sorted(parts.values(), key=lambda part: -part[2]):      # the last part says how long
-        whole.setdefault(key, torch.empty(b, dtype=dtype))
+    reader = FileSystemReader(folder)
+    found = reader.read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(info.size, dtype=info.properties.dtype) for key, info in found.items()}
     with warnings.catch_warnings(action="ignore"):         # "no process group": each rank reads for itself
-        load({key: whole[name][a:b] for key, (name, a, b, _) in parts.items()}, storage_reader=reader, no_dist=True)
-    return facts, whole
+        load(tensors, storage_reader=reader, no_dist=True)
+    return facts, tensors
 
 
 @contextlib.contextmanager
@@ -1743,34 +1741,33 @@ def stop_if(problem: str | None) -> None:
         raise Failure(f"{problem}. Lower the learning rates, or look at the data")
 
 
-def identity(run: Run, header: dict) -> dict:
-    """What a checkpoint and the run that resumes from it must have in common, as JSON keeps it."""
-    banks = run.optimizer.banks
+def identity(header: dict, tensors: dict[str, Iterable[int]]) -> dict:
+    """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
     same = {f"setting {k}": v for k, v in header["config"].items() if k not in RESUME_MAY_CHANGE}
     for split in ("train", "val"):
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
                  for number, file in enumerate(header["data"][split]["files"], 1)}
-    same |= {f"{name} (shape)": p.shape for bank in banks for name, p in bank.group.params.items()}
-    return json.loads(json.dumps(same))
+    return json.loads(json.dumps(same | {f"shape of {key}": list(shape) for key, shape in tensors.items()}))
 
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
     stop_if(progress.flush())
     progress.clock.collect()
-    pieces, world = run.optimizer.pieces(), run.world
-    finite = torch.stack([piece.isfinite().all() for piece in pieces.values()]).all().int()
-    if world.size > 1:
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    tensors, finite = {}, torch.ones((), dtype=torch.bool, device=run.world.device)
+    for key, t in run.optimizer.gathered():
+        finite &= t.isfinite().all()
+        if run.world.rank == 0:
+            tensors[key] = t.to("cpu", copy=True)
     stop_if(None if finite else f"step {step}: weights or optimizer state are not finite numbers")
-    pieces["rng", "cpu", 0, len(torch.get_rng_state())] = torch.get_rng_state()
-    if world.is_cuda:
-        state = torch.cuda.get_rng_state(world.device)
-        pieces["rng", f"cuda{world.rank}", 0, len(state)] = state
-    store.save(step, {f"{name}/{kind}[{a}:{b}]": piece for (name, kind, a, b), piece in pieces.items()}, dict(
-        format=1, step=step, tokens=progress.tokens, position=run.position, total_ms=progress.clock.elapsed_ms(),
-        step_ms=list(progress.clock.step_ms), same=identity(run, header), run=header,
-        bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
+    tensors["rng/cpu"] = torch.get_rng_state()
+    if run.world.is_cuda:
+        tensors["rng/cuda"] = torch.cuda.get_rng_state(run.world.device)
+    if run.world.rank == 0:
+        store.save(step, tensors, dict(
+            format=1, step=step, tokens=progress.tokens, position=run.position, total_ms=progress.clock.elapsed_ms(),
+            step_ms=list(progress.clock.step_ms), run=header,
+            bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
 
 
 def load_checkpoint(run: Run, header: dict) -> dict:
@@ -1779,21 +1776,20 @@ def load_checkpoint(run: Run, header: dict) -> dict:
     Raises Refusal, before anything is changed, for the first thing in it that does not fit this run.
     """
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir)
-    saved, whole = read_checkpoint(path)
-    random_states = {kind: whole.pop((name, kind)) for name, kind in list(whole) if name == "rng"}
-    here, there = identity(run, header), saved["same"]
-    here |= {f"{name}/{kind} (elements)": p.numel() for bank in run.optimizer.banks
-             for name, p in bank.group.params.items() for kind in ("weight", *bank.state)}
-    there |= {f"{name}/{kind} (elements)": t.numel() for (name, kind), t in whole.items()}
+    saved, tensors = read_checkpoint(path)
+    random_states = {key: tensors.pop(key) for key in list(tensors) if key.startswith("rng/")}
+    there = identity(saved["run"], {key: t.shape for key, t in tensors.items()})
+    here = identity(header, {f"{name}/{kind}": p.shape for bank in run.optimizer.banks
+                             for name, p in bank.group.params.items() for kind in bank.exact()})
     for key in [*there, *here]:
         if there.get(key) != here.get(key):
             raise Refusal(f"--resume={path}: {key} differs: {there.get(key, 'nothing')} in the checkpoint, "
                           f"{here.get(key, 'nothing')} in this run")
-    run.optimizer.load(whole, saved["bank_steps"])
+    run.optimizer.load(tensors, saved["bank_steps"])
     run.position = Position(*saved["position"])
-    torch.set_rng_state(random_states["cpu"])
-    if run.world.is_cuda and f"cuda{run.world.rank}" in random_states:
-        torch.cuda.set_rng_state(random_states[f"cuda{run.world.rank}"], run.world.device)
+    torch.set_rng_state(random_states["rng/cpu"])
+    if run.world.is_cuda and "rng/cuda" in random_states:
+        torch.cuda.set_rng_state(random_states["rng/cuda"], run.world.device)
     header["resumed_from"] = str(path)
     return saved
 
@@ -1802,11 +1798,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     """The whole run. -> the result that the log's last line holds. Raises Refusal or Failure."""
     run = build(config, world, overrides)
     c, clock, header = run.config, Clock(world.device), facts(run, overrides, argv)
-    saved, group, run_id = load_checkpoint(run, header) if c.resume else None, None, [log.run_id]
-    if world.size > 1:
-        group = dist.new_group(backend="gloo")           # checkpoints talk here while NCCL trains
-        dist.broadcast_object_list(run_id, group=group)
-    header["run_id"] = run_id[0]
+    header["run_id"] = log.run_id
+    saved = load_checkpoint(run, header) if c.resume else None
     log.header(SOURCE, header)
     log.event("note: " + budget(run))
     count = sum(p.numel() for p in run.model.parameters())
@@ -1823,7 +1816,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     progress = Progress(c, world, log, clock, names, matmul_parameters(run))
     if saved:
         clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
-    store = Store(Path(c.checkpoint_dir) / header["run_id"], world.rank, log, group)
+    store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
     started = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{started}")

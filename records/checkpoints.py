@@ -1,9 +1,9 @@
 """A checkpoint as a model that can be used: what sample.py, evaluate.py and export.py share.
 
-A checkpoint is a folder step_N: tensors in torch.distributed.checkpoint's format, keyed "PARAMETER/KIND[a:b]" (elements
-a to b-1 of the flat parameter; kind weight is the exact fp32 weight), and checkpoint.json: the sha256 of its rest, a
-newline, and JSON with the step, the header of the run's log under "run", and the sha256 of every other file. Load only
-checkpoints whose origin you trust: torch's index file is a pickle.
+A checkpoint is a folder step_N: tensors in torch.distributed.checkpoint's format, keyed "PARAMETER/KIND" (weight,
+exact in fp32; momentum for Muon's; exp_avg and exp_avg_sq for Adam's; and rng/cpu, rng/cuda), and checkpoint.json: the
+sha256 of its rest, a newline, and JSON with the step, the header of the run's log under "run", and the sha256 of every
+other file. Load only checkpoints whose origin you trust: torch's index file is a pickle.
 """
 
 import importlib.util
@@ -62,14 +62,14 @@ def load_model(folder, device: str | None = None, compile: str = "auto") -> Load
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with torch.device(where):
         model = tg.GPT(config, tg.choose_kernels(where, compile, "auto", "off"))
-    wanted = {name: p.numel() for name, p in model.named_parameters()}
-    found = {name: t.numel() for (name, kind), t in whole.items() if kind == "weight"}
-    if wanted != found:
-        name = sorted(set(wanted.items()) ^ set(found.items()))[0][0]
-        raise tg.Refusal(f"{folder}: {name} has {found.get(name, 0)} elements, this model wants {wanted.get(name, 0)}")
+    wanted = {f"{name}/weight": tuple(p.shape) for name, p in model.named_parameters()}
+    found = {key: tuple(t.shape) for key, t in whole.items() if key.endswith("/weight")}
+    for key in [*wanted, *found]:
+        if wanted.get(key) != found.get(key):
+            raise tg.Refusal(f"{folder}: {key} is {found.get(key, 'missing')}, this model wants {wanted.get(key)}")
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(whole[name, "weight"].view(p.shape))
+            p.copy_(whole[f"{name}/weight"])
     return Loaded(config, model.eval().requires_grad_(False), facts)
 
 
