@@ -1354,16 +1354,13 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     place = Path(folder) / "checkpoint.json"
     try:
         digest, _, body = place.read_bytes().partition(b"\n")
-        sound = hashlib.sha256(body).hexdigest().encode() == digest
-        facts = json.loads(body) if sound else {"files": {}}
-        for name, wanted in facts["files"].items():
-            if sound:
-                place = Path(folder) / name
-                sound = sha256_of(place) == wanted
+        facts = json.loads(body) if hashlib.sha256(body).hexdigest().encode() == digest else None
+        for name in facts["files"] if facts else [""]:
+            place = Path(folder) / name if facts else place
+            if not facts or sha256_of(place) != facts["files"][name]:
+                raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
     except OSError as error:
         raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-    if not sound:
-        raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
     reader = FileSystemReader(folder)
     found = reader.read_metadata().state_dict_metadata
     tensors = {key: torch.empty(info.size, dtype=info.properties.dtype) for key, info in found.items()}
@@ -1623,9 +1620,7 @@ def fit_memory(run: Run, log: RunLog) -> None:
     the same curve; else a Failure names the number that may fit. Leaves gradients behind."""
     c, device = run.config, run.world.device
     rows = max(rows_at(c, step) for step in range(c.num_steps)) // run.world.size
-    legal, full = [n for n in range(1, rows + 1) if rows % n == 0], True
-    while full:
-        n = max(m for m in legal if m <= run.micro_rows)
+    for n in [n for n in range(run.micro_rows, 0, -1) if rows % n == 0]:
         tokens, full = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=device), torch.zeros((), device=device)
         try:
             run.model(tokens, tokens, window_tensor(run, c.num_steps)).backward()
@@ -1633,13 +1628,14 @@ def fit_memory(run: Run, log: RunLog) -> None:
             full += 1
         if run.world.size > 1:
             dist.all_reduce(full)
-        if full:
-            fewer = [m for m in legal if m <= n // 2] or [0]
-            if c.micro_rows or not fewer[-1]:
-                raise Failure(f"out of memory with {n} rows of {c.row_tokens} tokens at once: use " + (
-                    f"--micro_rows={fewer[-1]}, or --micro_rows=auto" if fewer[-1] else "a smaller --row_tokens"))
-            run.micro_rows = fewer[-1]
-            log.event(f"note: {n} rows at once don't fit in memory, trying micro_rows={run.micro_rows}")
+        if not full:
+            run.micro_rows = n
+            return
+        fewer = max((m for m in range(1, n) if rows % m == 0), default=0)
+        if c.micro_rows or not fewer:
+            advice = f"use --micro_rows={fewer}, or --micro_rows=auto" if fewer else "use a smaller --row_tokens"
+            raise Failure(f"out of memory with {n} rows of {c.row_tokens} tokens at once: {advice}")
+        log.event(f"note: {n} rows at once don't fit in memory, trying micro_rows={fewer}")
 
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
@@ -1678,21 +1674,21 @@ def probe(run: Run) -> dict[str, float]:
 def self_check(run: Run, log: RunLog) -> None:
     """Would the numbers of this run mean anything? Raises Failure. Leaves all state as it was."""
     began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
-    for what, moved in probe(run).items():
-        if (moved == 0 if what == "their own context" else not moved <= SELF_CHECK_TOLERANCE):
-            raise Failure(f"self-check: {what} changed, and the loss moved by {moved:.2g} of itself (want: "
-                          f"nothing within {SELF_CHECK_TOLERANCE:g}, except for their own context)")
+    faults = [f"{what} changed, and the loss moved by {moved:.2g} of itself" for what, moved in probe(run).items()
+              if (moved == 0 if what == "their own context" else not moved <= SELF_CHECK_TOLERANCE)]
     sums = torch.stack([bank.weight.view(torch.int16 if bank.weight.element_size() == 2 else torch.int32).sum()
                         for bank in run.optimizer.banks])
     extremes = torch.stack((sums, -sums))
     if run.world.size > 1:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    unequal = [bank.group.name for bank, high, low in zip(run.optimizer.banks, *extremes.tolist()) if high != -low]
+    faults += [f"the ranks hold different weights in {bank.group.name}"
+               for bank, high, low in zip(run.optimizer.banks, *extremes.tolist()) if high != -low]
     held_out = torch.cat([val.document_hashes(k, c.eod_id) for k in range(len(val.paths))])
     known = int(torch.isin(held_out, train.document_hashes(0, c.eod_id)).sum())
-    if unequal or known > MAX_KNOWN_SHARE * len(held_out):
-        raise Failure(f"self-check: the ranks hold different weights: {', '.join(unequal)}" if unequal else
-                      f"self-check: {known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
+    if known > MAX_KNOWN_SHARE * len(held_out):
+        faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
+    if faults:
+        raise Failure("self-check: " + "; ".join(faults))
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated (within "
               f"{SELF_CHECK_TOLERANCE:g}), ranks equal, {known} of {len(held_out)} validation documents begin like one "
               "of the first training shard")
@@ -1886,10 +1882,9 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
                 profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
         if progress.stopping:                             # of the step before, so all ranks stop after the same step
             clock.pause()
-            began = time.perf_counter()
+            began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
             save_checkpoint(run, store, step + 1, progress, header)
             store.finish()
-            number = signals[0] if signals else signal.SIGTERM
             result |= dict(status="stopped", step=step + 1, val_loss=None, signal=number,
                            reason=f"{signal.Signals(number).name}; go on with --resume={store.last}")
             log.event(f"note: {result['reason']} (checkpoint took {time.perf_counter() - began:.2f} s)")

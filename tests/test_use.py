@@ -34,10 +34,21 @@ def loaded(tg, trained):
     return checkpoints.load_model(trained[0], device="cpu")
 
 
-def call(tool, *args):
-    """Run a tool as users do; -> (status, output, errors)."""
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run a tool's main in this process; -> (status, output, errors)."""
+    def run(tool, *args):
+        monkeypatch.setattr(sys, "argv", [f"{tool.__name__.rpartition('.')[2]}.py", *map(str, args)])
+        with pytest.raises(SystemExit) as left:
+            checkpoints.run_tool(tool.main)
+        return left.value.code, *capsys.readouterr()
+    return run
+
+
+def call_process(tool, *args):
+    """Run a tool as users do, from another folder; -> (status, output, errors)."""
     done = subprocess.run([sys.executable, str(ROOT / "records" / tool), *map(str, args)], text=True, timeout=120,
-                          capture_output=True)
+                          capture_output=True, cwd="/")
     return done.returncode, done.stdout, done.stderr
 
 
@@ -70,10 +81,10 @@ def test_256_tokens_of_the_demo_model_take_seconds(tg):
     assert time.perf_counter() - began < 15
 
 
-def test_sample_from_the_command_line(trained):
-    status, said, errors = call("sample.py", trained[0], "hello", "--tokens=20", "--seed=3")
+def test_sample_from_the_command_line(trained, call):
+    status, said, errors = call_process("sample.py", trained[0], "hello", "--tokens=20", "--seed=3")
     assert status == 0 and said.startswith("hello") and not errors, errors
-    status, said, errors = call("sample.py", trained[0].parent, "hello")
+    status, said, errors = call(sample, trained[0].parent, "hello")
     assert status == 2 and "checkpoint.json: can't be read" in errors and len(errors.splitlines()) == 1, errors
 
 
@@ -144,12 +155,12 @@ def test_bad_items_are_refused_by_line(tg, tmp_path, text):
         evaluate.read_items(path)
 
 
-def test_evaluate_from_the_command_line(trained, tmp_path):
+def test_evaluate_from_the_command_line(trained, tmp_path, call):
     path = tmp_path / "items.jsonl"
     path.write_text("\n".join(map(json.dumps, ITEMS)))
-    status, said, errors = call("evaluate.py", trained[0], f"--choices={path}", f"--files={ROOT}/no/such/*.bin")
+    status, said, errors = call(evaluate, trained[0], f"--choices={path}", f"--files={ROOT}/no/such/*.bin")
     assert status == 2 and "acc 1.0000" in said and "no val shards match" in errors, (said, errors)
-    status, said, errors = call("evaluate.py", trained[0], "--row_tokens=32")
+    status, said, errors = call(evaluate, trained[0], "--row_tokens=32")
     assert status == 0 and "nats per token over" in said and "bits per byte" in said, errors
 
 
@@ -173,13 +184,13 @@ def test_export_and_the_loading_example(loaded, trained, tmp_path):
     assert len(lines) <= 40
 
 
-def test_export_from_the_command_line(trained, tmp_path):
+def test_export_from_the_command_line(trained, tmp_path, call):
     pytest.importorskip("safetensors")
-    status, said, errors = call("export.py", trained[0], tmp_path / "half.safetensors", "--dtype=bfloat16")
+    status, said, errors = call(export, trained[0], tmp_path / "half.safetensors", "--dtype=bfloat16")
     assert status == 0 and "tensors" in said, errors
-    status, said, errors = call("load_example.py", tmp_path / "half.safetensors", "hello")
+    status, said, errors = call_process("load_example.py", tmp_path / "half.safetensors", "hello")
     assert status == 0 and len(json.loads(said.replace("(", "[").replace(")", "]"))) == 5, errors
-    status, said, errors = call("export.py", trained[0], tmp_path / "no" / "such" / "x.safetensors")
+    status, said, errors = call(export, trained[0], tmp_path / "no" / "such" / "x.safetensors")
     assert status == 2 and "can't be written" in errors and len(errors.splitlines()) == 1, errors
 
 
