@@ -622,6 +622,10 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
+def add_skip(x: Tensor, skip: Tensor, weight: Tensor) -> Tensor:
+    return x + weight * skip
+
+
 def rotary_tables(num_positions: int, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [T, 1, D/2], kept in like's precision. The upper half of the pairs stands still (half-truncated)."""
     quarter = head_dim // 4
@@ -673,7 +677,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x <- x + s skip; x <- a x + b x0; x <- x + attention(norm x); x <- x + mlp(norm x)."""
+    """x <- a x + b x0; x <- x + attention(norm x); x <- x + mlp(norm x)."""
 
     def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
         super().__init__()
@@ -682,9 +686,7 @@ class Block(nn.Module):
         self.mix = nn.Parameter(torch.empty(2))
         self.skip_weight = None if layer.skip_from is None else nn.Parameter(torch.empty(()))
 
-    def forward(self, x, x0, skip, ve, mask, rotary):
-        if skip is not None:
-            x = x + self.skip_weight * skip
+    def forward(self, x, x0, ve, mask, rotary):
         x = self.mix[0] * x + self.mix[1] * x0
         if self.attention is not None:
             x = x + self.attention(norm(x), ve, mask, rotary)
@@ -704,11 +706,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
         self.head = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
         self.head_gradients, self.cross_entropy = head_gradients, self.plain_loss
-        self.build_mask = block_mask if kernels.flex else dense_mask
+        self.build_mask, self.add_skip = block_mask if kernels.flex else dense_mask, add_skip
         self.rotary: dict[int, tuple[Tensor, Tensor]] = {}      # by row length; not saved
         if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
             for block in self.blocks:
                 block.compile(dynamic=False, fullgraph=True)
+            self.add_skip = torch.compile(add_skip, dynamic=False, fullgraph=True)
             self.head_gradients = torch.compile(head_gradients, dynamic=False, fullgraph=True)
             self.cross_entropy = torch.compile(self.plain_loss, dynamic=False, fullgraph=True)
             self.build_mask = torch.compile(self.build_mask, dynamic=False, fullgraph=True)
@@ -726,9 +729,10 @@ class GPT(nn.Module):
         ves = [F.embedding(tokens_BT, table) for table in self.value_embeds]
         outputs = []
         for layer, block in zip(self.table, self.blocks):
-            skip = None if layer.skip_from is None else outputs[layer.skip_from]
+            if layer.skip_from is not None:      # outside of the block: fewer kinds of blocks, fewer graphs to compile
+                x = self.add_skip(x, outputs[layer.skip_from], block.skip_weight)
             ve = None if layer.value_table is None else ves[layer.value_table]
-            x = block(x, x0, skip, ve, masks.get(layer.attention), self.rotary[T])
+            x = block(x, x0, ve, masks.get(layer.attention), self.rotary[T])
             outputs.append(x)
         return norm(x)
 
