@@ -1069,6 +1069,7 @@ class Stage(NamedTuple):
 
 STAGES: dict[str, tuple[Stage, ...]] = {
     "record20": (Stage(1.0, window=(0.0, 1.0)),),
+    "flat": (Stage(1.0),),
 }
 
 
