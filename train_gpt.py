@@ -490,11 +490,11 @@ def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: Tenso
 
 
 def adam_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, lr: Tensor, bias1: Tensor,
-                bias2: Tensor, beta1: float, beta2: float, eps: float) -> None:
+                bias2: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor) -> None:
     """Adam (Kingma & Ba 2015), bias-corrected, any shape. bias = 1 - beta^step. In place: weight and both averages."""
     grad = grad.float()
-    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    exp_avg.mul_(beta1).add_(grad * (1 - beta1))
+    exp_avg_sq.mul_(beta2).add_(grad * grad * (1 - beta2))
     weight.sub_(lr / bias1 * exp_avg / ((exp_avg_sq / bias2).sqrt() + eps))
 
 
@@ -573,14 +573,16 @@ class Optimizer:
 
     def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
         bank.steps += 1
-        group, scalar = bank.group, torch.tensor          # 0-D CPU tensors: new values don't recompile
+        # 0-D CPU tensors: new values don't recompile, and no number is baked into the compiler's cache on disk, which
+        # with dynamic=True hands the graph of one beta to a run with another (torch 2.13).
+        group, scalar = bank.group, torch.tensor
         lr = scalar(group.lr * lr_scale)
         if group.kind == "muon":
             self.muon_update(bank.master, bank.grad_shard, bank.state["momentum"], lr, scalar(momentum), self.dtype)
         else:
             bias1, bias2 = (scalar(1 - beta ** bank.steps) for beta in group.betas)
             self.adam_update(bank.master, bank.grad_shard, bank.state["exp_avg"], bank.state["exp_avg_sq"], lr,
-                             bias1, bias2, *group.betas, group.eps)
+                             bias1, bias2, *map(scalar, group.betas), scalar(group.eps))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that a step changes, by name: what warm-up must restore and a checkpoint must hold."""
