@@ -224,6 +224,9 @@ def check_config(c: Config) -> None:
     need(c.adam_beta1 < 1 and c.adam_beta2 < 1 and c.momentum_end < 1 and c.momentum_start < 1,
          "--adam_beta1, --adam_beta2, --momentum_start, --momentum_end: expected less than 1")
     need(c.cooldown_frac <= 1, f"--cooldown_frac={c.cooldown_frac}: expected at most 1")
+    for key in ("softcap", "rotary_base"):
+        need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected more than 0")
+    need(c.seed < 2 ** 63, f"--seed={c.seed}: expected less than 2^63")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
