@@ -863,7 +863,11 @@ def shard_tokens(path: str) -> int:
 
 def find_shards(patterns: str, what: str) -> list[str]:
     """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
-    paths = sorted({os.path.realpath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
+    names = sorted({os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
+    found: dict[str, str] = {}                # by the file itself, which may have several names
+    for name in names:
+        found.setdefault(os.path.realpath(name), name)
+    paths = list(found.values())
     if not paths:
         raise Refusal(f"no {what} shards match {patterns}. FineWeb: python data/cached_fineweb10B.py; your own text: "
                       f"python data/text.py --help; or name shards with --{what}_files=PATTERN")
