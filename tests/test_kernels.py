@@ -145,7 +145,7 @@ def test_the_head_in_fp8_is_near_the_one_in_bf16(tg):
 
 
 def test_fp8_scales_do_not_overflow(tg):
-    """At the extremes of each operand: a normed x, gradients of one, weights a hundred times as large as trained ones."""
+    """At the extremes of each operand: a normed x, gradients of one, weights far larger than trained ones."""
     K = 768
     x = torch.zeros(16, K, dtype=torch.bfloat16)
     x[:, 0] = K ** 0.5                                           # the largest entry that RMSNorm lets through
@@ -196,7 +196,7 @@ def test_the_dense_mask_is_the_naive_one(tg, every, window, block, seed):
 
 @pytest.mark.parametrize("every, window, block, seed", CASES)
 def test_block_lists_cover_the_mask_exactly(tg, every, window, block, seed):
-    """Each block pair is full when the mask is all true in it, partial when it is mixed, and absent when all false."""
+    """Each pair of blocks is full when the mask is all true in it, partial when mixed, and absent when all false."""
     tokens = random_tokens(3, 64, seed + 100, every=every)
     segments, n = tg.segment_ids(tokens, EOD), 64 // block
     lists = tg.block_mask(segments, blocks(window), block).blocks

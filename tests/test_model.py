@@ -19,7 +19,7 @@ def logits(model, tokens, window=WIDE):
 
 
 def changed_positions(model, tokens, at, window=WIDE, row=0):
-    """Positions [rows, T] whose logits move when the token at `at` of `row` becomes another one (no mark either way)."""
+    """Positions [rows, T] whose logits move when the token at `at` of `row` changes (no mark either way)."""
     other = tokens.clone()
     other[row, at] = (int(tokens[row, at]) + 1) % EOD
     assert EOD not in (int(tokens[row, at]), int(other[row, at]))

@@ -80,8 +80,8 @@ def test_adam_equals_torch_optim_adam(tg, eps, size):
     reference = torch.optim.Adam([theirs], lr=0.01, betas=(0.8, 0.95), eps=eps)
     for step in range(1, 7):
         theirs.grad = size * normal(7, 5, seed=step)
-        tg.adam_update(ours, theirs.grad, first, second, scalar(0.01), scalar(1 - 0.8 ** step), scalar(1 - 0.95 ** step),
-                       0.8, 0.95, eps)
+        bias = scalar(1 - 0.8 ** step), scalar(1 - 0.95 ** step)
+        tg.adam_update(ours, theirs.grad, first, second, scalar(0.01), *bias, 0.8, 0.95, eps)
         reference.step()
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(second, reference.state[theirs]["exp_avg_sq"], rtol=1e-5, atol=0)
