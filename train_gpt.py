@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
+SOURCE += "" if SOURCE.endswith("\n") else "\n"      # the log's fence needs a line of its own
 
 
 class Refusal(Exception):
