@@ -196,7 +196,7 @@ def test_the_dense_mask_is_the_naive_one(tg, every, window, block, seed):
 
 @pytest.mark.parametrize("every, window, block, seed", CASES)
 def test_block_lists_cover_the_mask_exactly(tg, every, window, block, seed):
-    """A pair of blocks is full when the mask is all true in it, partial when mixed, and absent when all false."""
+    """A pair of blocks is full where the mask is all true, partial where it is mixed, absent where it is all false."""
     tokens = random_tokens(3, 64, seed + 100, every=every)
     segments, n = tg.segment_ids(tokens, EOD), 64 // block
     lists = tg.block_mask(segments, blocks(window), block).blocks
