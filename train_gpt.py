@@ -1344,6 +1344,9 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
     c = adopt_dataset(c, overrides, train_paths, val_paths)
     train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
+    for stream, what in ((train_stream, "train"), (val_stream, "val")):
+        if stream.num_tokens < 2:
+            raise Refusal(f"the {what} shards ({stream.paths[0]}) hold 1 token: expected 2, an input and its target")
     c = dataclasses.replace(c, val_tokens=c.val_tokens or val_stream.num_tokens - 1)
     if val_stream.num_tokens <= c.val_tokens:
         raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {val_stream.num_tokens:,} tokens, at most "
