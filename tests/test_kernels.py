@@ -181,8 +181,8 @@ def naive_mask(tokens, window_blocks, block):
                           for j in range(T)] for i in range(T)])
 
 
-CASES = [(every, window, block, seed) for seed, (every, window, block) in enumerate(
-    [(11, 1, 8), (11, 3, 8), (40, 4, 8), (40, 8, 8), (1000, 2, 8), (1000, 8, 8), (3, 2, 16), (24, 3, 16), (64, 100, 4)])]
+CASES = [(every, window, block, seed) for seed, (every, window, block) in enumerate([
+    (11, 1, 8), (11, 3, 8), (40, 4, 8), (40, 8, 8), (1000, 2, 8), (1000, 8, 8), (3, 2, 16), (24, 3, 16), (64, 100, 4)])]
 
 
 @pytest.mark.parametrize("every, window, block, seed", CASES)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model_helpers import (EOD, blocks, by_parameter, learnable_tokens, randomise, record_gradients, replaced,
-                           small_batches, small_options, small_run, without_launcher, write_small_shards)
+from model_helpers import (EOD, blocks, by_parameter, learnable_tokens, record_gradients, replaced, small_batches,
+                           small_options, small_run, without_launcher, write_small_shards)
 from rank_helpers import load_train_gpt
 from shard_helpers import put_shard, raw_shard
 
@@ -105,12 +105,21 @@ def gathered(files, results):
                               for bank in run.optimizer.banks})
 
 
-def test_gradients_do_not_depend_on_ranks_or_micro_rows(files, alone, split):
-    wanted, found = gathered(files, [alone]), gathered(files, split)
-    assert set(wanted) == set(found)
+def assert_same_gradients(found, wanted, tolerance):
+    families = {}
     for name, gradient in wanted.items():
         assert gradient.norm() > 0, name
-        assert (found[name] - gradient).norm() / gradient.norm() < 1e-6, name
+        assert (found[name] - gradient).norm() / gradient.norm() < 20 * tolerance, name
+        families.setdefault(re.sub(r"\d+", "*", name), []).append((found[name], gradient))
+    assert len(families) == 10
+    for name, pairs in families.items():
+        got, gradient = (torch.cat([t.flatten() for t in side]) for side in zip(*pairs))
+        assert (got - gradient).norm() / gradient.norm() < tolerance, name
+
+
+def test_gradients_do_not_depend_on_ranks_or_micro_rows(files, alone, split):
+    """To 1e-6 for each family; single scalars whose gradients cancel out to almost nothing have it less exact."""
+    assert_same_gradients(gathered(files, split), gathered(files, [alone]), 1e-6)
 
 
 def test_losses_over_three_steps_do_not_depend_on_ranks_or_micro_rows(alone, split):
@@ -144,8 +153,7 @@ def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, a
     assert alone["losses"][0] == pytest.approx(float(loss), rel=1e-6)
     names, params = zip(*run.model.named_parameters())
     found = gathered(files, [alone])
-    for name, gradient in zip(names, torch.autograd.grad(loss, params)):
-        assert (found[name] - gradient).norm() / gradient.norm() < 2e-6, name
+    assert_same_gradients(found, dict(zip(names, torch.autograd.grad(loss, params))), 2e-6)
     squares = {name: float(g.square().sum()) for name, g in found.items()}
     for bank, norm in zip(run.optimizer.banks, alone["norms"][0]):
         assert norm == pytest.approx(sum(squares[name] for name in bank.group.params), rel=1e-5)
@@ -320,52 +328,45 @@ def test_profile_steps_writes_a_trace_beside_the_log(files, tmp_path):
 TINY = ["--preset=tiny", "--micro_rows=4"]
 
 
-@pytest.fixture(scope="module")
-def tiny_answers(tmp_path_factory, run_ranks):
-    """The tiny preset on TRAIN_A, TRAIN_B and VAL_10001 as 1 and as 2 processes: (shards, {size: Answer})."""
-    folder, answers = tmp_path_factory.mktemp("tiny"), {}
+def tiny_options(folder):
+    """The tiny preset on TRAIN_A, TRAIN_B and VAL_10001."""
     put_shard(folder, "TRAIN_A", "t_1.bin")
     put_shard(folder, "TRAIN_B", "t_2.bin")
     put_shard(folder, "VAL_10001", "v_0.bin")
-    options = [*TINY, f"--train_files={folder}/t_*.bin", f"--val_files={folder}/v_*.bin", "--log_every_steps=1"]
-    with pytest.MonkeyPatch.context() as patch:
-        without_launcher(patch)
-        answers[1] = call_main(options, folder / "logs1")
-    found = run_ranks(2, main_as_rank, options, str(folder / "logs2"))
-    answers[2] = Answer(*found[0], folder / "logs2")
-    assert found[1] == (0, "", "")
-    return options, answers
+    return [*TINY, f"--train_files={folder}/t_*.bin", f"--val_files={folder}/v_*.bin", "--log_every_steps=1",
+            "--val_tokens=300"]
 
 
-def test_one_and_two_processes_train_on_the_same_tokens(tiny_answers):
-    """FIELD-CASES 3."""
-    for size, answer in tiny_answers[1].items():
-        assert answer.code == 0, answer.err
-        tokens = [int(n) for n in re.findall(r" tokens:(\d+)", answer.events)]
-        assert tokens == [1024, 2048, 3072][:len(tokens)] and len(tokens) >= 2
-        assert answer.result["tokens_trained"] == 3072
-        assert json.loads(answer.logs[0].split("=" * 100 + "\n")[1].splitlines()[0])["world_size"] == size
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_tiny_preset_trains_on_1024_tokens_a_step_whatever_the_ranks(run_ranks, tmp_path, size):
+    """FIELD-CASES 3. Two processes with a small vocabulary are in the next test."""
+    options = tiny_options(tmp_path)
+    if size == 1:
+        answer = call_main(options, tmp_path / "logs")
+    else:
+        answer = Answer(*run_ranks(size, main_as_rank, options, str(tmp_path / "logs"))[0], tmp_path / "logs")
+    assert answer.code == 0, answer.err
+    assert answer.result["val_tokens"] == 300 and answer.result["tokens_trained"] == 3072
+    assert re.findall(r" tokens:(\d+)", answer.events) == ["1024", "2048", "3072"]
+    assert json.loads(answer.logs[0].split("=" * 100 + "\n")[1].splitlines()[0])["world_size"] == size
 
 
-def test_validation_of_10000_targets_is_exact_on_one_and_two_processes(tiny_answers):
-    """FIELD-CASES 5: 10,000 is no multiple of anything here."""
-    one, two = (answer.result for answer in tiny_answers[1].values())
+def test_validation_of_10000_targets_is_exact_on_one_and_two_processes(files, run_ranks, tmp_path):
+    """FIELD-CASES 5: 10,000 targets of 10,001 tokens, no multiple of anything here."""
+    (tmp_path / "v.bin").write_bytes(raw_shard(learnable_tokens(10_001, 9)))
+    options = small_options(**{**files, "val_files": f"{tmp_path}/v.bin"}, num_steps=1)
+    options = [option for option in options if "val_tokens" not in option]         # the preset's 10,000
+    one = call_main(options, tmp_path / "one").result
+    [first, second] = run_ranks(2, main_as_rank, options, str(tmp_path / "two"))
+    two = Answer(*first, tmp_path / "two").result
     assert one["val_tokens"] == two["val_tokens"] == 10_000
+    assert one["tokens_trained"] == two["tokens_trained"] == 768 and second == (0, "", "")
     assert one["val_loss"] == pytest.approx(two["val_loss"], abs=1e-5)
 
 
-def test_a_first_validation_is_the_log_of_the_padded_vocabulary(tiny_answers):
-    options, _ = tiny_answers
-    tg = load_train_gpt()
-    run = tg.build(tg.parse_config(options)[0], tg.World(), {})
-    run.config = replaced(run.config, val_tokens=256)
-    assert tg.evaluate(run, 0) == pytest.approx(10.8258, abs=5e-5)
-
-
 @pytest.mark.parametrize("size", [3, 6])
-def test_process_counts_that_do_not_divide_the_rows_are_refused_with_the_legal_ones(run_ranks, tiny_answers, tmp_path,
-                                                                                    size):
-    answers = run_ranks(size, main_as_rank, tiny_answers[0], str(tmp_path))
+def test_process_counts_that_do_not_divide_the_rows_are_refused_with_the_legal_ones(run_ranks, tmp_path, size):
+    answers = run_ranks(size, main_as_rank, tiny_options(tmp_path), str(tmp_path))
     assert [code for code, _, _ in answers] == [2] * size
     assert "1024 / 128" in answers[0][2] and "1, 2, 4, 8" in answers[0][2] and answers[0][2].count("\n") == 1
     assert all(err == "" for _, _, err in answers[1:])
@@ -373,7 +374,7 @@ def test_process_counts_that_do_not_divide_the_rows_are_refused_with_the_legal_o
 
 def test_twelve_rows_run_on_three_and_six_processes(tg, run_ranks, files, tmp_path):
     """FIELD-CASES 3. Three here for real; six, which would only take longer, as far as the building of it."""
-    options = small_options(**files, log_every_steps=1)
+    options = small_options(**files, log_every_steps=1, num_steps=1, val_tokens=64)
     answers = run_ranks(3, main_as_rank, options, str(tmp_path))
     assert [code for code, _, _ in answers] == [0, 0, 0] and "tokens:768" in answers[0][1]
     config = tg.parse_config(options)[0]
@@ -383,12 +384,13 @@ def test_twelve_rows_run_on_three_and_six_processes(tg, run_ranks, files, tmp_pa
         tg.build(config, tg.World(0, 5), {})
 
 
-def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, tmp_path):
+def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, files, tmp_path):
     """FIELD-CASES 4 a, b; what the repetition option that the message names then does."""
+    one = {**files, "train_files": files["train_files"].replace("*", "1")}
+    assert call_main(small_options(**one, max_epochs=1), tmp_path / "a").code == 0
     put_shard(tmp_path, "TRAIN_A", "t_1.bin")
     put_shard(tmp_path, "VAL_10001", "v_0.bin")
     options = [*TINY, f"--train_files={tmp_path}/t_*.bin", f"--val_files={tmp_path}/v_*.bin", "--val_tokens=300"]
-    assert call_main(options, tmp_path / "a").code == 0
     answer = call_main([*options, "--num_steps=50"], tmp_path / "b")
     assert answer.code == 2 and answer.err.count("\n") == 1
     for part in ("51,200", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py", "--max_epochs=11"):
@@ -404,13 +406,15 @@ def test_epochs_are_counted_in_the_log(files, tmp_path):
 
 def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, monkeypatch):
     monkeypatch.setitem(tg.STAGES, "clipped", (tg.Stage(1.0, max_doc_tokens=10),))
-    run = small_run(files, stages="clipped", max_epochs=1)
+    run = small_run(files, stages="clipped", max_epochs=2)
     starts = run.train_stream.document_starts(0, EOD)
     lengths = [b - a for a, b in zip(starts, starts[1:])]
     needed = 3 * 768 * sum(lengths) / sum(min(n, 10) for n in lengths)
     assert f"needs about {needed:,.0f} tokens" in tg.budget(run) and needed > 1.5 * 3 * 768
     run.config = replaced(run.config, num_steps=1_000_000)
-    with pytest.raises(tg.Refusal, match=rf"Add about {math.ceil(needed / 3 * 1e6 / 1e8)} shard"):
+    more = math.ceil((needed / 3 * 1e6 - 2 * 6000) / 2 / 1e8)              # they too may be seen twice
+    assert more == 16
+    with pytest.raises(tg.Refusal, match=f"allowed 2. Add about {more} shard"):
         tg.budget(run)
 
 
@@ -505,13 +509,13 @@ def shard_tokens(path):
 
 
 def test_the_demo_learns_and_ends_with_what_its_numbers_mean(tg, builtin, tmp_path):
-    """Forty steps of it: below the loss of a table of letter frequencies, from ln(384) at the start."""
+    """Thirty half-size steps of it: below the loss of a table of letter frequencies, from ln(384) at the start."""
     answer = call_main(["--preset=demo", f"--train_files={builtin}/train_*.bin", f"--val_files={builtin}/val_*.bin",
-                        "--num_steps=40", "--val_tokens=20000", "--sample_tokens=30"], tmp_path)
+                        "--num_steps=30", "--batch_tokens=2048", "--val_tokens=5000", "--sample_tokens=20"], tmp_path)
     assert answer.code == 0
     train, val = (shard_tokens(next(builtin.glob(f"{name}_*.bin"))) for name in ("train", "val"))
     frequency = (np.bincount(train, minlength=257) + 1) / (len(train) + 257)
-    unigram = -np.log(frequency[val[1:20001]]).mean()
+    unigram = -np.log(frequency[val[1:5001]]).mean()
     losses = [float(x) for x in re.findall(r"val_loss:(\S+)", answer.events)]
     assert losses[0] == pytest.approx(math.log(384), abs=1e-3)
     assert answer.result["val_loss"] < unigram - 0.3 and 2.5 < unigram < 3.6
@@ -536,8 +540,7 @@ def test_the_bigram_baseline_is_the_smoothed_table_without_document_marks(tg, fi
 
 def test_the_small_model_learns_its_walk_nearly_to_its_entropy(tg, files):
     """Three equally likely moves and a mark now and then: ln 3 plus a little. All techniques at work at once."""
-    run = small_run(files, random_weights=False, num_steps=60)
-    assert randomise is not None
+    run = small_run(files, random_weights=False, num_steps=40)
     first = last = None
     for step, batch in enumerate(small_batches(run)):
         last = float(tg.train_step(run, step, batch)[0])
