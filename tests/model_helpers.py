@@ -126,8 +126,14 @@ def by_parameter(run, shards):
     return out
 
 
+def hide_gpus():
+    """In a process of run_ranks: be a CPU rank on a machine with GPUs too."""
+    torch.cuda.is_available = lambda: False
+
+
 def without_launcher(monkeypatch):
-    """No variable of a launcher in the environment, and none left behind by the script."""
+    """No variable of a launcher in the environment, none left behind by the script, and no GPU to be seen."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))

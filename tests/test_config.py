@@ -82,8 +82,8 @@ def test_config_is_frozen(tg):
     (["--attention=flash"], ["--attention=flash", "flex"]),
     (["--preset=fast"], ["--preset=fast", "sprint"]),
     (["--seed=1", "--seed=1"], ["--seed", "twice"]),
-    (["--num_steps=0"], ["--num_steps=0", "at least 1"]),
-    (["--val_tokens=-1"], ["--val_tokens=-1", "not negative"]),
+    (["--num_steps=0"], ["--num_steps=0", "more than 0"]),
+    (["--val_tokens=-1"], ["--val_tokens=-1", "from 0"]),
     (["--lr_head=nan"], ["--lr_head=nan", "finite"]),
     (["--lr_head=inf"], ["--lr_head=inf", "finite"]),
     (["--batch_tokens=100000"], ["--batch_tokens=100000", "row_tokens=16384"]),
@@ -102,7 +102,9 @@ def test_config_is_frozen(tg):
     (["--cooldown_frac=1.5"], ["--cooldown_frac=1.5", "at most 1"]),
     (["--softcap=0"], ["--softcap=0"]),
     (["--rotary_base=0"], ["--rotary_base=0"]),
-    (["--seed=99999999999999999999"], ["--seed=9999"]),
+    (["--seed=99999999999999999999"], ["--seed=9999", "2^63"]),
+    (["--num_steps=1" + "0" * 400], ["--num_steps=1000", "2^63"]),
+    (["--lr_matrix=1e38"], ["--lr_matrix=1e+38", "2^63"]),
 ])
 def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(tg, argv, parts):
     text = refusal(tg, *argv)

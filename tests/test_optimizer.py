@@ -1,6 +1,7 @@
 """Room 4: the update rules against torch's own, the bank's views and shards, one rank against several."""
 import pytest
 import torch
+from model_helpers import hide_gpus
 from rank_helpers import load_train_gpt
 from torch import nn
 
@@ -226,6 +227,8 @@ def test_tensors_lists_everything_that_a_step_changes(tg):
 
 
 def several_steps(rank, size, dtype):
+    if size > 1:
+        hide_gpus()
     tg = load_train_gpt()
     world = tg.init_world() if size > 1 else tg.World()
     params = make_params(dtype=dtype)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model_helpers import (EOD, blocks, by_parameter, learnable_tokens, record_gradients, replaced, small_batches,
-                           small_options, small_run, without_launcher, write_small_shards)
+from model_helpers import (EOD, blocks, by_parameter, hide_gpus, learnable_tokens, record_gradients, replaced,
+                           small_batches, small_options, small_run, without_launcher, write_small_shards)
 from rank_helpers import load_train_gpt
 from shard_helpers import put_shard, raw_shard
 
@@ -59,6 +59,7 @@ def call_main(argv, log_dir):
 
 
 def main_as_rank(rank, size, argv, log_dir):
+    hide_gpus()
     answer = call_main(argv, log_dir)
     return answer.code, answer.out, answer.err
 
@@ -68,6 +69,8 @@ def main_as_rank(rank, size, argv, log_dir):
 
 def three_steps(rank, size, files, micro_rows):
     """Everything that must not depend on the split: gradients of step 1, losses, validation, weights."""
+    if size > 1:
+        hide_gpus()
     tg = load_train_gpt()
     world = tg.init_world() if size > 1 else tg.World()
     run = small_run(files, world, micro_rows=micro_rows)
@@ -265,8 +268,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(run_ranks, files, tmp_p
 
 
 def test_rates_that_blow_up_stop_at_the_first_number_that_is_not_finite(files, tmp_path):
-    rates = dict(lr_matrix=1e38, lr_embed=1e38, lr_head=1e38, lr_scalar=1e38)
-    answer = call_main(small_options(**files, num_steps=40, val_every_steps=5, **rates), tmp_path)
+    """FIELD-CASES 7. With 1e38 for every rate the options are refused; one for the scalars overflows (large rates for
+    head or matrices only silence the model: softcap and norms keep its loss finite)."""
+    rates = dict.fromkeys(("lr_matrix", "lr_embed", "lr_head", "lr_scalar"), 1e38)
+    answer = call_main(small_options(**files, **rates), tmp_path)
+    assert answer.code == 2 and "--lr_matrix=1e+38" in answer.err and answer.logs == []
+    answer = call_main(small_options(**files, num_steps=40, val_every_steps=5, lr_scalar=1e18), tmp_path)
     assert answer.code == 1 and re.search(r"step \d: .*not a finite number", answer.err)
     assert answer.err.count("\n") == 1 and answer.result["status"] == "failed"
     bad = [line for line in answer.events.splitlines() if re.search(r"loss:(nan|inf)", line)]

@@ -4,13 +4,12 @@ import stat
 
 import pytest
 import torch
-from model_helpers import without_launcher
+from model_helpers import hide_gpus, without_launcher
 from rank_helpers import load_train_gpt
 
 
 def test_without_a_launcher_the_world_is_one_process(tg, monkeypatch):
     without_launcher(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     world = tg.init_world()
     assert world == tg.World() and world.size == 1 and not world.is_cuda
     assert not torch.distributed.is_initialized()
@@ -18,6 +17,7 @@ def test_without_a_launcher_the_world_is_one_process(tg, monkeypatch):
 
 
 def join_and_leave(rank, size):
+    hide_gpus()
     tg = load_train_gpt()
     world = tg.init_world()
     total = torch.tensor([rank + 1.0])
