@@ -206,8 +206,8 @@ def check_config(c: Config) -> None:
         value = getattr(c, f.name)
         if isinstance(value, (int, float)):
             need(0 <= value < 2 ** 63, f"--{f.name}={value}: expected a finite number from 0 to 2^63")
-    for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim num_heads "
-                "head_dim mlp_dim vocab_size log_every_steps softcap rotary_base").split():
+    for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim "
+                "num_heads head_dim mlp_dim vocab_size log_every_steps softcap rotary_base").split():
         need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected more than 0")
     need(c.batch_tokens % c.row_tokens == 0,
          f"--batch_tokens={c.batch_tokens}: expected a multiple of row_tokens={c.row_tokens}")
