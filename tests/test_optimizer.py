@@ -223,6 +223,30 @@ def test_tensors_lists_everything_that_a_step_changes(tg):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_communication_overlaps_the_updates(tg, monkeypatch):
+    """All reductions are started before the first update, each gather before the next one, and awaited at the end."""
+    params = make_params()
+    optimizer, events = tg.Optimizer(make_groups(tg, params), tg.World(), False, FP32), []
+
+    class Work:
+        def __init__(self, what):
+            self.what = what
+            events.append(f"start {what}")
+
+        def wait(self):
+            events.append(f"wait {self.what}")
+    for bank in optimizer.banks:
+        name = bank.group.name
+        monkeypatch.setattr(bank, "reduce", lambda name=name: Work(f"reduce {name}"))
+        monkeypatch.setattr(bank, "gather", lambda name=name: Work(f"gather {name}"))
+    monkeypatch.setattr(optimizer, "update", lambda bank, lr, mu: events.append(f"update {bank.group.name}"))
+    optimizer.step(1.0, 0.9)
+    assert events == ["start reduce matrices", "start reduce rest",
+                      "wait reduce matrices", "update matrices", "start gather matrices",
+                      "wait reduce rest", "update rest", "start gather rest",
+                      "wait gather matrices", "wait gather rest"]
+
+
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 

@@ -170,6 +170,26 @@ def test_micro_batches_are_equal_and_at_most_micro_rows(tg, files, micro_rows, p
     assert [len(part) for part in found] == parts and torch.equal(torch.cat(found), rows)
 
 
+def test_each_step_takes_rate_momentum_and_window_from_the_schedules(tg, files):
+    run, calls, windows = small_run(files, num_steps=12), [], []
+    forward = run.model.forward
+
+    def note(lr_scale, momentum):
+        calls.append((lr_scale, momentum))
+        return torch.zeros(len(run.optimizer.banks))
+
+    def seen(inputs, targets, window):
+        windows.append(int(window))
+        return forward(inputs, targets, window)
+    run.optimizer.step, run.model.forward = note, seen
+    batch, c = next(small_batches(run)), run.config
+    for step in range(12):
+        tg.train_step(run, step, batch)
+    assert calls == [(tg.lr_scale_at(c, step), tg.momentum_at(c, step)) for step in range(12)]
+    assert windows == [tg.window_blocks_at(c, step) for step in range(12)]
+    assert len(set(calls)) > 10 and windows[0] == 1 and windows[-1] == 4
+
+
 # ---- validation ------------------------------------------------------------------------------------------------------
 
 
