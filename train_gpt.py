@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
+SOURCE += "" if SOURCE.endswith("\n") else "\n"      # the log's fence needs a line of its own
 
 
 class Refusal(Exception):
@@ -204,10 +205,10 @@ def check_config(c: Config) -> None:
     for f in dataclasses.fields(c):
         value = getattr(c, f.name)
         if isinstance(value, (int, float)):
-            need(math.isfinite(value) and value >= 0, f"--{f.name}={value}: expected a finite number, not negative")
-    for key in ("num_steps", "batch_tokens", "row_tokens", "val_row_tokens", "block_tokens", "num_layers", "max_epochs",
-                "model_dim", "num_heads", "head_dim", "mlp_dim", "vocab_size", "log_every_steps"):
-        need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected at least 1")
+            need(0 <= value < 2 ** 63, f"--{f.name}={value}: expected a finite number from 0 to 2^63")
+    for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim "
+                "num_heads head_dim mlp_dim vocab_size log_every_steps softcap rotary_base").split():
+        need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected more than 0")
     need(c.batch_tokens % c.row_tokens == 0,
          f"--batch_tokens={c.batch_tokens}: expected a multiple of row_tokens={c.row_tokens}")
     for key in ("row_tokens", "val_row_tokens", "window_tokens"):
@@ -866,7 +867,11 @@ def shard_tokens(path: str) -> int:
 
 def find_shards(patterns: str, what: str) -> list[str]:
     """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
-    paths = sorted({os.path.realpath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
+    names = sorted({os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
+    found: dict[str, str] = {}                # by the file itself, which may have several names
+    for name in names:
+        found.setdefault(os.path.realpath(name), name)
+    paths = list(found.values())
     if not paths:
         raise Refusal(f"no {what} shards match {patterns}. FineWeb: python data/cached_fineweb10B.py; your own text: "
                       f"python data/text.py --help; or name shards with --{what}_files=PATTERN")
@@ -1343,6 +1348,9 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
     c = adopt_dataset(c, overrides, train_paths, val_paths)
     train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
+    for stream, what in ((train_stream, "train"), (val_stream, "val")):
+        if stream.num_tokens < 2:
+            raise Refusal(f"the {what} shards ({stream.paths[0]}) hold 1 token: expected 2, an input and its target")
     c = dataclasses.replace(c, val_tokens=c.val_tokens or val_stream.num_tokens - 1)
     if val_stream.num_tokens <= c.val_tokens:
         raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {val_stream.num_tokens:,} tokens, at most "
