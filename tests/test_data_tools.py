@@ -258,6 +258,12 @@ def test_builtin_corpus(tmp_path):
     before = {x.name: x.read_bytes() for x in out.iterdir()}
     assert script("text.py", "--builtin", "--tokenizer=bytes", f"--out={out}").returncode == 0     # replaces its own
     assert {x.name: x.read_bytes() for x in out.iterdir()} == before
+    (out / "dataset.json").unlink()                                         # killed before the last step
+    assert make(out, "--builtin", "--tokenizer=bytes") == 0
+    assert {x.name: x.read_bytes() for x in out.iterdir() if x.suffix == ".bin"} == {
+        name: data for name, data in before.items() if name.endswith(".bin")}
+    shards.write_shard(out / "train_000001.bin", [256, 1])                  # not its own
+    assert make(out, "--builtin", "--tokenizer=bytes") == 2
 
 
 CASES = {"a": ([250, 10], 262), "b": ([10, 250, 10], 273), "c": ([10, 310], 322), "d": ([10, 10], None),
