@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
+SOURCE += "" if SOURCE.endswith("\n") else "\n"      # the log's fence needs a line of its own
 
 
 class Refusal(Exception):
@@ -215,10 +216,10 @@ def check_config(c: Config) -> None:
     for f in dataclasses.fields(c):
         value = getattr(c, f.name)
         if isinstance(value, (int, float)):
-            need(math.isfinite(value) and value >= 0, f"--{f.name}={value}: expected a finite number, not negative")
-    for key in ("num_steps", "batch_tokens", "row_tokens", "val_row_tokens", "block_tokens", "num_layers", "max_epochs",
-                "model_dim", "num_heads", "head_dim", "mlp_dim", "vocab_size", "log_every_steps"):
-        need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected at least 1")
+            need(0 <= value < 2 ** 63, f"--{f.name}={value}: expected a finite number from 0 to 2^63")
+    for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim "
+                "num_heads head_dim mlp_dim vocab_size log_every_steps softcap rotary_base").split():
+        need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected more than 0")
     need(c.batch_tokens % c.row_tokens == 0,
          f"--batch_tokens={c.batch_tokens}: expected a multiple of row_tokens={c.row_tokens}")
     for key in ("row_tokens", "val_row_tokens", "window_tokens"):
@@ -501,11 +502,11 @@ def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: Tenso
 
 
 def adam_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, lr: Tensor, bias1: Tensor,
-                bias2: Tensor, beta1: float, beta2: float, eps: float) -> None:
+                bias2: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor) -> None:
     """Adam (Kingma & Ba 2015), bias-corrected, any shape. bias = 1 - beta^step. In place: weight and both averages."""
     grad = grad.float()
-    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    exp_avg.mul_(beta1).add_(grad * (1 - beta1))
+    exp_avg_sq.mul_(beta2).add_(grad * grad * (1 - beta2))
     weight.sub_(lr / bias1 * exp_avg / ((exp_avg_sq / bias2).sqrt() + eps))
 
 
@@ -593,14 +594,16 @@ class Optimizer:
 
     def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
         bank.steps += 1
-        group, scalar = bank.group, torch.tensor          # 0-D CPU tensors: new values don't recompile
+        # 0-D CPU tensors: new values don't recompile, and no number is baked into the compiler's cache on disk, which
+        # with dynamic=True hands the graph of one beta to a run with another (torch 2.13).
+        group, scalar = bank.group, torch.tensor
         lr = scalar(group.lr * lr_scale)
         if group.kind == "muon":
             self.muon_update(bank.master, bank.grad_shard, bank.state["momentum"], lr, scalar(momentum), self.dtype)
         else:
             bias1, bias2 = (scalar(1 - beta ** bank.steps) for beta in group.betas)
             self.adam_update(bank.master, bank.grad_shard, bank.state["exp_avg"], bank.state["exp_avg_sq"], lr,
-                             bias1, bias2, *group.betas, group.eps)
+                             bias1, bias2, *map(scalar, group.betas), scalar(group.eps))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that a step changes, by name: what warm-up must restore and a checkpoint must hold."""
@@ -665,6 +668,10 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
+def add_skip(x: Tensor, skip: Tensor, weight: Tensor) -> Tensor:
+    return x + weight * skip
+
+
 def rotary_tables(num_positions: int, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [T, 1, D/2], kept in like's precision. The upper half of the pairs stands still (half-truncated)."""
     quarter = head_dim // 4
@@ -716,7 +723,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x <- x + s skip; x <- a x + b x0; x <- x + attention(norm x); x <- x + mlp(norm x)."""
+    """x <- a x + b x0; x <- x + attention(norm x); x <- x + mlp(norm x)."""
 
     def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
         super().__init__()
@@ -725,9 +732,7 @@ class Block(nn.Module):
         self.mix = nn.Parameter(torch.empty(2))
         self.skip_weight = None if layer.skip_from is None else nn.Parameter(torch.empty(()))
 
-    def forward(self, x, x0, skip, ve, mask, rotary):
-        if skip is not None:
-            x = x + self.skip_weight * skip
+    def forward(self, x, x0, ve, mask, rotary):
         x = self.mix[0] * x + self.mix[1] * x0
         if self.attention is not None:
             x = x + self.attention(norm(x), ve, mask, rotary)
@@ -747,11 +752,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
         self.head = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
         self.head_gradients, self.cross_entropy = head_gradients, self.plain_loss
-        self.build_mask = block_mask if kernels.flex else dense_mask
+        self.build_mask, self.add_skip = block_mask if kernels.flex else dense_mask, add_skip
         self.rotary: dict[int, tuple[Tensor, Tensor]] = {}      # by row length; not saved
         if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
             for block in self.blocks:
                 block.compile(dynamic=False, fullgraph=True)
+            self.add_skip = torch.compile(add_skip, dynamic=False, fullgraph=True)
             self.head_gradients = torch.compile(head_gradients, dynamic=False, fullgraph=True)
             self.cross_entropy = torch.compile(self.plain_loss, dynamic=False, fullgraph=True)
             self.build_mask = torch.compile(self.build_mask, dynamic=False, fullgraph=True)
@@ -769,9 +775,10 @@ class GPT(nn.Module):
         ves = [F.embedding(tokens_BT, table) for table in self.value_embeds]
         outputs = []
         for layer, block in zip(self.table, self.blocks):
-            skip = None if layer.skip_from is None else outputs[layer.skip_from]
+            if layer.skip_from is not None:      # outside of the block: fewer kinds of blocks, fewer graphs to compile
+                x = self.add_skip(x, outputs[layer.skip_from], block.skip_weight)
             ve = None if layer.value_table is None else ves[layer.value_table]
-            x = block(x, x0, skip, ve, masks.get(layer.attention), self.rotary[T])
+            x = block(x, x0, ve, masks.get(layer.attention), self.rotary[T])
             outputs.append(x)
         return norm(x)
 
@@ -903,7 +910,11 @@ def shard_tokens(path: str) -> int:
 
 def find_shards(patterns: str, what: str) -> list[str]:
     """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
-    paths = sorted({os.path.realpath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
+    names = sorted({os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
+    found: dict[str, str] = {}                # by the file itself, which may have several names
+    for name in names:
+        found.setdefault(os.path.realpath(name), name)
+    paths = list(found.values())
     if not paths:
         raise Refusal(f"no {what} shards match {patterns}. FineWeb: python data/cached_fineweb10B.py; your own text: "
                       f"python data/text.py --help; or name shards with --{what}_files=PATTERN")
@@ -1484,6 +1495,9 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
     c = adopt_dataset(c, overrides, train_paths, val_paths)
     train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
+    for stream, what in ((train_stream, "train"), (val_stream, "val")):
+        if stream.num_tokens < 2:
+            raise Refusal(f"the {what} shards ({stream.paths[0]}) hold 1 token: expected 2, an input and its target")
     c = dataclasses.replace(c, val_tokens=c.val_tokens or val_stream.num_tokens - 1)
     if val_stream.num_tokens <= c.val_tokens:
         raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {val_stream.num_tokens:,} tokens, at most "

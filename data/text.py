@@ -724,6 +724,16 @@ def check_free(out, overwrite):
                          f"{len(there)} files")
 
 
+def is_own_builtin(out):
+    """True when `out` holds nothing but an earlier builtin corpus, or what a kill left of one."""
+    names = {x.name for x in Path(out).glob("*.bin")}
+    if not names <= {"train_000000.bin", "val_000000.bin"}:
+        return False
+    dataset = shards.read_dataset(out)
+    how = dataset.get("how") if dataset else {"builtin": Path(out).name == "builtin"}
+    return isinstance(how, dict) and bool(how.get("builtin"))
+
+
 def prepare_folder(out, overwrite):
     """Make the output folder, unless it holds a data set already; clear temporary files of an earlier run."""
     out = Path(out)
@@ -905,8 +915,8 @@ def main(argv):
     else:
         documents = read_inputs(args.inputs, meter, args.documents, args.field, args.stdin,
                                 None if args.no_shuffle else args.seed)
-    if args.builtin and not args.overwrite and Path(out, shards.DATASET_FILE).exists():
-        args.overwrite = bool((shards.read_dataset(out) or {}).get("how", {}).get("builtin"))   # can be made any time
+    if args.builtin and not args.overwrite:
+        args.overwrite = is_own_builtin(out)        # it can be made again at any time
     return build_and_tell(documents, args, out, HashSplit(args.val_fraction), meter,
                           train_name="train_{:06d}.bin".format, val_name="val_{:06d}.bin".format, seed=args.seed,
                           hash_order=not args.no_shuffle, how={

@@ -258,6 +258,12 @@ def test_builtin_corpus(tmp_path):
     before = {x.name: x.read_bytes() for x in out.iterdir()}
     assert script("text.py", "--builtin", "--tokenizer=bytes", f"--out={out}").returncode == 0     # replaces its own
     assert {x.name: x.read_bytes() for x in out.iterdir()} == before
+    (out / "dataset.json").unlink()                                         # killed before the last step
+    assert make(out, "--builtin", "--tokenizer=bytes") == 0
+    assert {x.name: x.read_bytes() for x in out.iterdir() if x.suffix == ".bin"} == {
+        name: data for name, data in before.items() if name.endswith(".bin")}
+    shards.write_shard(out / "train_000001.bin", [256, 1])                  # not its own
+    assert make(out, "--builtin", "--tokenizer=bytes") == 2
 
 
 CASES = {"a": ([250, 10], 262), "b": ([10, 250, 10], 273), "c": ([10, 310], 322), "d": ([10, 10], None),
@@ -455,6 +461,15 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, capsys):
     assert "pip install tiktoken" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert make(tmp_path / "out", source, "--tokenizer=bytes") == 0         # a bar is a comfort
+
+
+def test_small_split_counts_copies_together():
+    assert text.split_small([(1, 10)] * 5 + [(2, 30), (3, 300)], 0.03) == {2}           # the copies of 1 hold 50
+    assert text.split_small([(key, 10) for key in range(100)], 0.03) == {0, 1, 2}       # in order of the hash
+    assert text.split_small([(0, 500)] + [(key, 10) for key in range(1, 51)], 0.1) == set(range(1, 11))
+    for documents in ([(1, 10)], [(1, 10)] * 9, [(1, 10), (2, 10)]):
+        with pytest.raises(text.InputError, match="no room"):
+            text.split_small(documents, 0.03)
 
 
 def test_fineweb_order_and_names(tmp_path, monkeypatch, capsys):
@@ -659,10 +674,10 @@ def test_verify_finds_broken_shards(tmp_path, capsys, name, file):      # cases 
 
 def test_verify_counts_every_bad_id(tmp_path, capsys):
     tokens = pat(3_000_000, 97, 5)
-    tokens[[5, 2_000_000, 2_999_999]] = [50257, 65535, 60000]
+    tokens[[1_500_005, 2_000_000, 2_999_999]] = [50257, 65535, 60000]
     shards.write_shard(tmp_path / "fineweb_train_000001.bin", tokens)
     code, out, err = check(capsys, tmp_path)
-    assert code == 1 and "3 ids out of range, first at position 5: id 50257" in err and " 3  -" in out
+    assert code == 1 and "3 ids out of range, first at position 1500005: id 50257" in err and " 3  -" in out
 
 
 def test_verify_overlap_by_content(tmp_path, capsys):
@@ -676,15 +691,17 @@ def test_verify_overlap_by_content(tmp_path, capsys):
     val, train = [document(n) for n in (300, 5, 90, 150)], [document(n) for n in (120, 80, 30, 400)]
     alike = document(300)
     alike[1:65] = val[0][1:65]
+    shorter = val[3][:101]              # a whole document that the validation document only begins with
     empty = document(0)
 
     def write(file, documents):
         shards.write_shard(tmp_path / file, np.concatenate(documents))
 
     write("fineweb_val_000000.bin", [*val, empty])
-    write("fineweb_train_000001.bin", [*train, alike, empty])
+    write("fineweb_train_000001.bin", [*train, shorter, alike, empty])
     code, out, err = check(capsys, tmp_path)
-    assert code == 0 and "0 of 4 validation documents are in train, 1 more begin with the same 64 tokens" in out
+    assert code == 0 and "0 of 4 validation documents are in train, 2 more begin with the same 64 tokens" in out
+    train[0] = document(1_200_000)
     for leaked in common:
         write("fineweb_val_000000.bin", [val[0], leaked, val[1]])
         write("fineweb_train_000001.bin", [train[0], alike, leaked, train[1]])

@@ -1,0 +1,143 @@
+"""Small models, batches and runs that tests share: a few thousand parameters, yet every kind of layer and skip.
+
+Fresh models are zero in every output projection, so a test on them could not see half of the paths: `randomise` first.
+"""
+import dataclasses
+import os
+
+import numpy as np
+import torch
+from rank_helpers import load_train_gpt
+from shard_helpers import raw_shard
+
+EOD = 60
+SMALL = dict(       # 6 layers: long and short windows, one without attention, shared value tables, three skips
+    vocab_size=61, eod_id=EOD, num_steps=3, batch_tokens=12 * 64, row_tokens=64, micro_rows=12, val_tokens=500,
+    val_row_tokens=64, val_every_steps=0, target_loss=0.0, model_dim=32, num_layers=6, num_heads=2, head_dim=16,
+    mlp_dim=64, long_layers=(0, 5), no_attention_layers=(3,), num_value_tables=2, window_tokens=32, block_tokens=8,
+    momentum_warmup_steps=10, max_epochs=100)
+
+
+def small_config(**changes):
+    """A Config of the small model; `changes` replace single values."""
+    return load_train_gpt().Config(**{**SMALL, **changes})
+
+
+def small_options(**changes):
+    """The same as command line options over --preset=tiny."""
+    def text(value):
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ["--preset=tiny"] + [f"--{key}={text(value)}" for key, value in {**SMALL, **changes}.items()]
+
+
+def small_model(**changes):
+    """A GPT of small_config(**changes) on the CPU, initialised as the script does it."""
+    tg = load_train_gpt()
+    config = small_config(**changes)
+    torch.manual_seed(0)
+    model = tg.GPT(config)
+    tg.init_weights(config, model)
+    return model
+
+
+@torch.no_grad()
+def randomise(model, seed=1):
+    """Fill every parameter, in place and in order of names: matrices near 1 / sqrt(fan in), scalars near 1/2."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in sorted(model.named_parameters()):
+        noise = torch.randn(p.shape, generator=generator)
+        if "embed" in name:
+            p.copy_(noise)
+        elif p.ndim >= 2:
+            p.copy_(noise * p.size(-1) ** -0.5)
+        else:
+            p.copy_(0.5 + 0.2 * noise)
+    return model
+
+
+def random_tokens(rows, length, seed=0, vocab=EOD, every=11):
+    """int32 [rows, length], with an end-of-document id at about one position in `every`."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (rows, length), generator=generator, dtype=torch.int32)
+    marks = torch.rand(rows, length, generator=generator) < 1 / every
+    return tokens.masked_fill(marks, EOD)
+
+
+def blocks(n):
+    """A window of n blocks as the model wants it."""
+    return torch.full((), n, dtype=torch.int32)
+
+
+def learnable_tokens(count, seed, mark_every=37):
+    """uint16 tokens below EOD that a model can learn (a noisy walk), with document marks."""
+    rng = np.random.default_rng(seed)
+    tokens = np.cumsum(rng.choice([1, 2, 7], count)) % EOD
+    tokens[rng.random(count) < 1 / mark_every] = EOD
+    tokens[0] = EOD
+    return tokens
+
+
+def write_small_shards(folder):
+    """Two training shards and a validation shard for small_config; returns the two options that point at them."""
+    for name, count, seed in (("train_0", 3000, 1), ("train_1", 3001, 2), ("val_0", 1001, 3)):
+        (folder / f"{name}.bin").write_bytes(raw_shard(learnable_tokens(count, seed)))
+    return dict(train_files=str(folder / "train_*.bin"), val_files=str(folder / "val_*.bin"))
+
+
+def small_run(files, world=None, random_weights=True, **changes):
+    """A Run on the shards of write_small_shards; with random_weights no path is silent."""
+    tg = load_train_gpt()
+    config = small_config(**files, **changes)
+    run = tg.build(config, world or tg.World(), {})
+    if random_weights:
+        randomise(run.model)
+    return run
+
+
+def small_batches(run):
+    """The run's loader, as the training loop makes it."""
+    tg, c = load_train_gpt(), run.config
+    plan = [(tg.rows_at(c, step), tg.stage_at(c, step)[0].max_doc_tokens) for step in range(c.num_steps)]
+    return tg.batches(tg.Planner(run.train_stream, c.eod_id), plan, c.row_tokens, run.world.rank, run.world.size)
+
+
+def record_gradients(run):
+    """From now on run.optimizer.step() appends {bank: this rank's shard of the summed gradients} to the result."""
+    kept, update = [], run.optimizer.update
+
+    def recording(bank, lr_scale, momentum):
+        if bank is run.optimizer.banks[0]:
+            kept.append({})
+        kept[-1][bank.group.name] = bank.grad_shard.clone()
+        update(bank, lr_scale, momentum)
+    run.optimizer.update = recording
+    return kept
+
+
+def by_parameter(run, shards):
+    """{bank: [shard of rank 0, 1, ..]} -> {parameter: tensor}, padding left out."""
+    out = {}
+    for bank in run.optimizer.banks:
+        whole = torch.cat(shards[bank.group.name])
+        for name, p in bank.group.params.items():
+            start = bank.offsets[name]
+            unit = p[..., 0, 0].numel() if bank.group.kind == "muon" else p.numel()
+            out[name] = whole[start:start + unit].reshape(p.shape)
+    return out
+
+
+def hide_gpus():
+    """In a process of run_ranks: be a CPU rank on a machine with GPUs too."""
+    torch.cuda.is_available = lambda: False
+
+
+def without_launcher(monkeypatch):
+    """No variable of a launcher in the environment, none left behind by the script, and no GPU to be seen."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
+
+
+def replaced(config, **changes):
+    return dataclasses.replace(config, **changes)

@@ -1,0 +1,320 @@
+"""Room 3: every fast path against the plain formula beside it, and that formula against the textbook."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_helpers import EOD, blocks, random_tokens
+
+FP32 = torch.float32
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- orthogonalisation -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 256), (3, 256, 64), (2, 96, 200)])
+def test_orthogonalised_matrices_keep_their_directions_and_get_singular_values_near_one(tg, shape):
+    G = normal(*shape)
+    U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
+    X = tg.orthogonalize(G, FP32).double()
+    inside = U.mT @ X @ Vh.mT                   # diagonal when the directions are those of G
+    values = inside.diagonal(dim1=-2, dim2=-1)
+    assert 0.6 < values.min() and values.max() < 1.25
+    assert (inside - torch.diag_embed(values)).abs().max() < 1e-4
+    assert (X - U @ inside @ Vh).abs().max() < 1e-4         # nothing outside the span of G
+
+
+def test_orthogonalisation_is_the_quintic_applied_to_the_singular_values(tg):
+    G = normal(1, 16, 40)
+    U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
+    s = S / S.square().sum(-1, keepdim=True).sqrt()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s ** 3 + 2.0315 * s ** 5
+    torch.testing.assert_close(tg.orthogonalize(G, FP32).double(), U @ torch.diag_embed(s) @ Vh, rtol=0, atol=1e-5)
+
+
+def test_a_batch_of_matrices_equals_one_by_one(tg):
+    G = normal(5, 24, 48)
+    one_by_one = torch.cat([tg.orthogonalize(g[None], FP32) for g in G])
+    torch.testing.assert_close(tg.orthogonalize(G, FP32), one_by_one, rtol=0, atol=1e-6)
+
+
+def test_the_transposed_input_gives_the_transposed_output(tg):
+    G = normal(2, 24, 48)
+    torch.testing.assert_close(tg.orthogonalize(G.mT, FP32), tg.orthogonalize(G, FP32).mT, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6, 1e-9, 1e6])
+def test_orthogonalisation_is_free_of_scale(tg, size):
+    G = normal(2, 32, 64)
+    G = G / G.norm(dim=(-2, -1), keepdim=True)
+    torch.testing.assert_close(tg.orthogonalize(G * size, FP32), tg.orthogonalize(G, FP32), rtol=0, atol=1e-5)
+
+
+def test_a_zero_matrix_stays_zero_and_a_broken_one_keeps_to_itself(tg):
+    G = normal(3, 16, 32)
+    G[0], G[2] = 0, math.nan
+    X = tg.orthogonalize(G, FP32)
+    assert bool((X[0] == 0).all()) and bool(X[2].isnan().all())
+    torch.testing.assert_close(X[1:2], tg.orthogonalize(G[1:2], FP32), rtol=0, atol=1e-6)
+
+
+def test_orthogonalisation_in_bf16_is_near_that_in_fp32(tg):
+    G = normal(2, 64, 128)
+    exact, rough = tg.orthogonalize(G, FP32), tg.orthogonalize(G, torch.bfloat16)
+    assert rough.dtype == torch.bfloat16 and exact.dtype == FP32
+    assert (rough.float() - exact).norm() / exact.norm() < 0.03
+
+
+# ---- softcap and the head's loss -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [15.0, 5.0])
+def test_softcap_in_sigmoid_form_is_the_cross_entropy_of_the_tanh_form(tg, softcap):
+    logits, targets = 20 * normal(7, 50), torch.tensor([0, 49, 3, 3, 17, 20, 8])
+    wanted = F.cross_entropy(softcap * torch.tanh(logits.double() / softcap), targets, reduction="sum")
+    got = tg.softcapped_cross_entropy(logits, targets, softcap)
+    assert got.dtype == FP32
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-5)
+    uncapped = F.cross_entropy(logits, targets, reduction="sum")
+    assert abs(float(wanted - uncapped)) > 1
+
+
+def test_cross_entropy_is_computed_in_fp32_from_bf16_logits(tg):
+    logits, targets = (3 * normal(64, 300)).bfloat16(), torch.arange(64)
+    wanted = tg.softcapped_cross_entropy(logits.double(), targets, 15.0)
+    torch.testing.assert_close(tg.softcapped_cross_entropy(logits, targets, 15.0), wanted.float(), rtol=1e-6, atol=1e-4)
+
+
+def test_targets_of_minus_one_do_not_count(tg):
+    logits, targets = normal(6, 30), torch.tensor([3, -1, 5, -1, 29, 0], dtype=torch.int32)
+    kept = targets >= 0
+    assert tg.softcapped_cross_entropy(logits, targets, 15.0) == pytest.approx(
+        float(tg.softcapped_cross_entropy(logits[kept], targets[kept], 15.0)), rel=1e-6)
+
+
+def head_case(dtype=FP32, T=48, K=64, V=256):
+    x = F.rms_norm(normal(T, K), (K,)).to(dtype)
+    w = (0.05 * normal(V, K, seed=1)).to(dtype)
+    targets = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    targets[::5] = -1
+    return x, w, targets
+
+
+def plain_head(x, w, targets, softcap=15.0):
+    """Loss and gradients by autograd in fp64."""
+    x, w = x.double().requires_grad_(), w.double().requires_grad_()
+    z = softcap * torch.tanh(x @ w.T / softcap)
+    loss = F.cross_entropy(z, targets.long(), ignore_index=-1, reduction="sum")
+    return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+
+def error(got, wanted):
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def test_the_head_in_one_pass_equals_autograd(tg):
+    case = head_case()
+    for w_scale in (1.0, 40.0):                # the second saturates the softcap
+        x, w, targets = case[0], case[1] * w_scale, case[2]
+        for got, wanted in zip(tg.head_gradients(x, w, targets, 15.0, False), plain_head(x, w, targets)):
+            assert error(got, wanted) < 2e-6
+        unused = targets < 0
+        assert bool((tg.head_gradients(x, w, targets, 15.0, False)[1][unused] == 0).all())
+
+
+def test_the_head_in_bf16_is_near_the_exact_one(tg):
+    x, w, targets = head_case(torch.bfloat16)
+    loss, dx, dw = tg.head_gradients(x, w, targets, 15.0, False)
+    wanted = plain_head(x, w, targets)
+    assert loss.dtype == FP32 and dx.dtype == dw.dtype == torch.bfloat16
+    assert error(loss, wanted[0]) < 1e-3 and error(dx, wanted[1]) < 1e-2 and error(dw, wanted[2]) < 1e-2
+
+
+def test_the_head_in_fp8_is_near_the_one_in_bf16(tg):
+    x, w, targets = head_case(torch.bfloat16)
+    loss, dx, dw = tg.head_gradients(x, w, targets, 15.0, True)
+    wanted = tg.head_gradients(x, w, targets, 15.0, False)
+    assert error(loss, wanted[0]) < 2e-3
+    # e5m2 has two bits of mantissa, e4m3 three: each rounding is off by up to 1/8 and 1/16, a third of that on average
+    assert 1e-3 < error(dx, wanted[1]) < 0.08 and 1e-3 < error(dw, wanted[2]) < 0.08
+
+
+def test_fp8_scales_do_not_overflow(tg):
+    """At the extremes of each operand: a normed x, gradients of one, weights far larger than trained ones."""
+    K = 768
+    x = torch.zeros(16, K, dtype=torch.bfloat16)
+    x[:, 0] = K ** 0.5                                           # the largest entry that RMSNorm lets through
+    w = torch.full((128, K), 0.01, dtype=torch.bfloat16)
+    w[0, 0], w[1, 0] = 10.0, -10.0
+    targets = torch.ones(16, dtype=torch.int32)                  # the loss is at its softcap: gradients near 1
+    loss, dx, dw = tg.head_gradients(x, w, targets, 15.0, True)
+    assert loss.isfinite() and bool(dx.isfinite().all()) and bool(dw.isfinite().all())
+    assert tg.G_SCALE * 1.0 <= torch.finfo(torch.float8_e5m2).max
+    assert tg.X_SCALE * K ** 0.5 <= torch.finfo(torch.float8_e4m3fn).max
+    # one row of small gradients is not flushed to zero either: 1 / V of a probability still has a value in e5m2
+    assert float(torch.tensor(tg.G_SCALE / 50304).to(torch.float8_e5m2)) > 0
+
+
+def test_the_head_loss_scales_its_gradients_by_what_comes_from_above(tg):
+    x, w, targets = head_case()
+    x, w = x.requires_grad_(), w.requires_grad_()
+    (tg.HeadLoss.apply(x, w, targets, 15.0, False, tg.head_gradients) / 96).backward()
+    _, dx, dw = plain_head(x.detach(), w.detach(), targets)
+    assert error(x.grad, dx / 96) < 2e-6 and error(w.grad, dw / 96) < 2e-6
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+def naive_mask(tokens, window_blocks, block):
+    """bool [T, T] by the words of the rule: earlier or same, same document of the row, at most so many blocks back."""
+    T, seen = len(tokens), [0]
+    for token in tokens:
+        seen.append(seen[-1] + (token == EOD))
+    document = seen[1:]
+    return torch.tensor([[j <= i and document[i] == document[j] and i // block - j // block < window_blocks
+                          for j in range(T)] for i in range(T)])
+
+
+CASES = [(every, window, block, seed) for seed, (every, window, block) in enumerate([
+    (11, 1, 8), (11, 3, 8), (40, 4, 8), (40, 8, 8), (1000, 2, 8), (1000, 8, 8), (3, 2, 16), (24, 3, 16), (64, 100, 4)])]
+
+
+@pytest.mark.parametrize("every, window, block, seed", CASES)
+def test_the_dense_mask_is_the_naive_one(tg, every, window, block, seed):
+    tokens = random_tokens(2, 64, seed, every=every)
+    mask = tg.dense_mask(tg.segment_ids(tokens, EOD), blocks(window), block)
+    assert mask.blocks is None and mask.dense.shape == (2, 1, 64, 64)
+    for row in range(2):
+        assert torch.equal(mask.dense[row, 0], naive_mask(tokens[row].tolist(), window, block))
+
+
+@pytest.mark.parametrize("every, window, block, seed", CASES)
+def test_block_lists_cover_the_mask_exactly(tg, every, window, block, seed):
+    """A pair of blocks is full where the mask is all true, partial where it is mixed, absent where it is all false."""
+    tokens = random_tokens(3, 64, seed + 100, every=every)
+    segments, n = tg.segment_ids(tokens, EOD), 64 // block
+    lists = tg.block_mask(segments, blocks(window), block).blocks
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in lists)
+    kinds = {}
+    for name, num, index in zip(("partial", "partial_q", "full", "full_q"), lists[::2], lists[1::2]):
+        assert num.shape == (3, 1, n) and index.shape == (3, 1, n, n)
+        assert int(index.min()) >= 0 and int(index.max()) < n
+        kinds[name] = [[index[b, 0, i, :int(num[b, 0, i])].tolist() for i in range(n)] for b in range(3)]
+    for b in range(3):
+        tiles = naive_mask(tokens[b].tolist(), window, block).view(n, block, n, block)
+        whole, some = tiles.all(3).all(1), tiles.any(3).any(1)
+        for name, wanted in (("full", whole), ("partial", some & ~whole)):
+            for i in range(n):
+                assert sorted(kinds[name][b][i]) == wanted[i].nonzero().flatten().tolist()
+                assert sorted(kinds[name + "_q"][b][i]) == wanted[:, i].nonzero().flatten().tolist()
+
+
+def test_segments_count_document_starts_within_their_row(tg):
+    tokens = torch.tensor([[5, EOD, 6, EOD, EOD, 7], [EOD, 1, 2, 3, 4, 5]], dtype=torch.int32)
+    assert tg.segment_ids(tokens, EOD).tolist() == [[0, 1, 1, 2, 3, 3], [1, 1, 1, 1, 1, 1]]
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention_case(B=2, T=128, H=2, D=16, dtype=FP32, device="cpu"):
+    return [normal(B, T, H, D, seed=s).to(device, dtype).requires_grad_() for s in range(3)]
+
+
+def naive_attention(q, k, v, mask, scale):
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * scale
+    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~mask, -math.inf).softmax(-1), v.double())
+
+
+def test_dense_attention_is_the_softmax_formula(tg):
+    q, k, v = attention_case(T=64)
+    mask = tg.dense_mask(tg.segment_ids(random_tokens(2, 64), EOD), blocks(3), 8)
+    got = tg.attend(q, k, v, mask, 0.12, 8)
+    torch.testing.assert_close(got.double(), naive_attention(q, k, v, mask.dense, 0.12), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_over_the_block_lists_equals_dense_attention(tg, monkeypatch):
+    """Eagerly on the CPU, past FlexAttention's refusal to train there. Eager FlexAttention looks at the rule alone and
+    not at the lists, so the window is the whole row here; the lists have their own test, and one on a GPU."""
+    import torch.nn.attention.flex_attention as flex
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    segments = tg.segment_ids(random_tokens(2, 128, every=30), EOD)
+    upstream, found = normal(2, 128, 2, 16, seed=9), []
+    for build in (tg.dense_mask, tg.block_mask):
+        qkv = attention_case()
+        y = tg.attend(*qkv, build(segments, blocks(8), 16), 0.12, 16)
+        found.append((y, *torch.autograd.grad(y, qkv, upstream)))
+    for dense, fast in zip(*found):
+        torch.testing.assert_close(fast, dense, rtol=0, atol=1e-5)
+
+
+# ---- the switch ------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_runs_the_references_in_fp32(tg):
+    cpu = torch.device("cpu")
+    assert tg.choose_kernels(cpu) == tg.Kernels(compile=False, flex=False, fp8=False, dtype=FP32)
+    assert tg.choose_kernels(cpu, "on").compile
+    with pytest.raises(tg.Refusal, match="--fp8=on"):
+        tg.choose_kernels(cpu, fp8="on")
+    with pytest.raises(tg.Refusal, match="--attention=flex.*dense"):
+        tg.choose_kernels(cpu, "on", "flex")
+
+
+@pytest.mark.parametrize("capability, fp8", [((9, 0), True), ((8, 9), True), ((8, 0), False)])
+def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
+    assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, bf16)
+    assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, bf16)
+    assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, bf16)
+    assert tg.choose_kernels(gpu, compile="off") == tg.Kernels(False, False, False, bf16)
+    if not fp8:
+        with pytest.raises(tg.Refusal, match="--fp8=on"):
+            tg.choose_kernels(gpu, fp8="on")
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_compiled_flex_attention_equals_dense_attention_on_a_gpu(tg):
+    segments = tg.segment_ids(random_tokens(2, 1024, every=200), EOD).cuda()
+    upstream, found = normal(2, 1024, 2, 128, seed=9).cuda().bfloat16(), []
+    for build, attend in ((tg.dense_mask, tg.attend), (tg.block_mask, torch.compile(tg.attend, dynamic=False))):
+        qkv = attention_case(T=1024, D=128, dtype=torch.bfloat16, device="cuda")
+        y = attend(*qkv, build(segments, blocks(3).cuda(), 128), 0.12, 128)
+        found.append((y, *torch.autograd.grad(y, qkv, upstream)))
+    for dense, fast in zip(*found):
+        assert error(fast, dense) < 0.02
+
+
+@pytest.mark.gpu
+def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg):
+    if not tg.choose_kernels(torch.device("cuda", 0)).fp8:
+        pytest.skip("this GPU has no fp8")
+    x, w, targets = (t.cuda() for t in head_case(torch.bfloat16, T=512, K=256, V=1024))
+    wanted = tg.head_gradients(x, w, targets, 15.0, False)
+    for run in (tg.head_gradients, torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)):
+        loss, dx, dw = run(x, w, targets, 15.0, True)
+        assert error(loss, wanted[0]) < 2e-3 and error(dx, wanted[1]) < 0.08 and error(dw, wanted[2]) < 0.08
+
+
+@pytest.mark.gpu
+def test_a_compiled_block_mask_does_not_recompile_when_the_window_changes(tg):
+    from torch._dynamo.testing import CompileCounterWithBackend
+    counter = CompileCounterWithBackend("inductor")
+    build = torch.compile(tg.block_mask, backend=counter, dynamic=False, fullgraph=True)
+    segments = tg.segment_ids(random_tokens(1, 2048, every=200), EOD).cuda()
+    for window in range(1, 15):
+        lists = build(segments, blocks(window).cuda(), 128).blocks
+        for got, wanted in zip(lists, tg.block_mask(segments, blocks(window).cuda(), 128).blocks):
+            assert torch.equal(got, wanted)
+    assert counter.frame_count == 1

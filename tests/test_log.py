@@ -1,0 +1,264 @@
+"""Room 8: a log carries its source and facts, survives a full disk, and its clock tells the truth."""
+import importlib.util
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from model_helpers import small_options, without_launcher, write_small_shards
+
+ROOT = Path(__file__).resolve().parent.parent
+FACTS = dict(source_sha256="", versions=dict(cuda=None))
+
+
+@pytest.fixture(scope="module")
+def logs():
+    """records/logs.py, the parser that all tools share."""
+    if "train_gpt_logs" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("train_gpt_logs", ROOT / "records" / "logs.py")
+        sys.modules["train_gpt_logs"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["train_gpt_logs"]
+
+
+@pytest.fixture
+def real_log(tg, tmp_path, monkeypatch, capfd):
+    """(path, printed text, options) of a run of the small model."""
+    without_launcher(monkeypatch)
+    files = write_small_shards(tmp_path)
+    options = small_options(**files, log_dir=tmp_path / "logs", num_steps=12, val_every_steps=5, seed=7, target_loss=0)
+    assert tg.main(options) == 0
+    [path] = (tmp_path / "logs").iterdir()
+    return path, capfd.readouterr().out, options
+
+
+def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real_log):
+    path, printed, options = real_log
+    log = logs.parse_log(path)
+    header = log.header
+    assert log.sha_matches and log.source.decode() == tg.SOURCE == Path(tg.__file__).read_text()
+    for key in ("format", "run_id", "name", "started", "config", "overrides", "argv", "source_sha256", "seed",
+                "versions", "devices", "world_size", "micro_rows", "resumed_from", "kernels", "data", "git",
+                "parameters"):
+        assert key in header, key
+    assert header["run_id"] == path.stem and header["argv"] == options and header["seed"] == 7
+    assert header["config"]["num_steps"] == header["overrides"]["num_steps"] == 12
+    assert header["versions"]["torch"] == torch.__version__ and len(header["devices"]) == header["world_size"] == 1
+    assert [entry["tokens"] for entry in header["data"]["train"]["files"]] == [3000, 3001]
+    for entry in header["data"]["train"]["files"] + header["data"]["val"]["files"]:
+        assert entry["bytes"] == 1024 + 2 * entry["tokens"] and len(entry["fingerprint"]) == 16
+    assert header["parameters"]["total"] == sum(v for k, v in header["parameters"].items() if k not in
+                                                ("total", "matmul"))
+    assert set(header["git"]) == {"commit", "dirty"}
+    assert [point.step for point in log.validation] == [0, 5, 10, 12]
+    assert [point.step for point in log.training] == [1, 10]
+    assert {"train_time", "step_avg", "tokens_per_s", "lr", "tokens"} <= set(log.training[0].fields)
+    assert log.training[1].fields["tokens"] == 10 * 768
+    assert len(log.step_times_ms) == 12 and all(ms > 0 for ms in log.step_times_ms)
+    assert log.finished and not log.resumed and log.val_loss == pytest.approx(log.validation[-1].loss, abs=1e-4)
+    result = log.result
+    assert (result["step"], result["num_steps"], result["val_tokens"]) == (12, 12, 500)
+    assert result["tokens_trained"] == 12 * 768 and result["time_to_first_step_s"] > 0
+    assert result["step_avg_ms"] == pytest.approx(result["train_time_ms"] / 12, rel=1e-3)
+    assert {"mfu", "peak_memory_mib", "status", "reason"} <= set(result)
+    assert sum(log.step_times_ms) <= result["train_time_ms"] * 1.001 + 1
+    for line in path.read_text().splitlines()[-20:]:
+        if line.startswith(("step:", "result:", "note:")):
+            assert line in printed.splitlines()
+
+
+def test_the_source_comes_back_from_the_log_verbatim(tg, real_log):
+    assert tg.source_of(real_log[0]) == Path(tg.__file__).read_text()
+
+
+def test_a_tampered_source_is_refused(tg, real_log):
+    path = real_log[0]
+    text = path.read_text()
+    path.write_text(text.replace("lr_matrix: float = 0.05", "lr_matrix: float = 0.06", 1))
+    with pytest.raises(tg.Refusal, match="changed after the run"):
+        tg.source_of(path)
+    path.write_text("no log at all\n")
+    with pytest.raises(tg.Refusal, match="not a log"):
+        tg.source_of(path)
+    path.write_text("source\n" + tg.FENCE + "\n[1]\n")
+    with pytest.raises(tg.Refusal, match="not a log"):
+        tg.source_of(path)
+
+
+@pytest.mark.parametrize("source", ["x = 1\n", "x = '\u00fc'\n\n", "\n"])
+def test_any_source_makes_the_round_trip(tg, tmp_path, source):
+    import hashlib
+    log = tg.RunLog(str(tmp_path), tg.World(), console=False)
+    log.header(source, {**FACTS, "source_sha256": hashlib.sha256(source.encode()).hexdigest()})
+    log.event("note: hello")
+    log.close()
+    assert tg.source_of(log.path) == source
+
+
+def test_a_script_without_a_newline_at_its_end_still_makes_a_readable_log(tg, tmp_path):
+    path = tmp_path / "hacked.py"
+    path.write_text(Path(tg.__file__).read_text().rstrip("\n"))
+    spec = importlib.util.spec_from_file_location("hacked_train_gpt", path)
+    sys.modules[spec.name] = hacked = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(hacked)
+    finally:
+        del sys.modules[spec.name]
+    assert hacked.SOURCE == path.read_text() + "\n"
+
+
+def test_two_runs_started_at_once_do_not_clash(tg, tmp_path):
+    first, second = (tg.RunLog(str(tmp_path / "a" / "b"), tg.World(), console=False) for _ in range(2))
+    first.event("first")
+    second.event("second")
+    first.close()
+    second.close()
+    assert first.path.read_text() == "first\n" and second.path.read_text() == "second\n"
+
+
+def test_only_rank_0_writes_and_prints(tg, tmp_path, capsys):
+    log = tg.RunLog(str(tmp_path / "logs"), tg.World(1, 2))
+    log.event("note: hello")
+    log.close()
+    assert not (tmp_path / "logs").exists() and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("place", ["a file", "/proc/nowhere", "/dev/null/logs"])
+def test_a_log_folder_that_cannot_be_written_is_refused(tg, tmp_path, place):
+    if place == "a file":
+        place = str(tmp_path / "file")
+        Path(place).write_text("")
+    with pytest.raises(tg.Refusal, match="--log_dir=.*can't be written") as caught:
+        tg.RunLog(place, tg.World())
+    assert place in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_said_once_and_training_goes_on(tg, tmp_path, capsys):
+    log = tg.RunLog(str(tmp_path), tg.World())
+    log.file.close()
+    log.file = open("/dev/full", "w")
+    for i in range(3):
+        log.event(f"step:{i}")
+    log.close()
+    out, err = capsys.readouterr()
+    assert out == "step:0\nstep:1\nstep:2\n"
+    assert err.count("log lost") == 1 and err.count("\n") == 1 and "No space left" in err
+
+
+def test_every_event_is_on_disk_at_once(tg, tmp_path):
+    log = tg.RunLog(str(tmp_path), tg.World(), console=False)
+    log.event("step:1")
+    assert log.path.read_text() == "step:1\n"
+    log.close()
+
+
+def test_the_clock_counts_what_lies_between_resume_and_pause(tg):
+    clock = tg.Clock(torch.device("cpu"))
+    for _ in range(2):
+        clock.resume()
+        time.sleep(0.03)
+        clock.step_done()
+        clock.pause()
+        time.sleep(0.2)                          # validation
+    assert 60 <= clock.total_ms < 200
+    assert clock.elapsed_ms() == clock.total_ms
+    assert len(clock.step_ms) == 2 and all(30 <= ms < 180 for ms in clock.step_ms)
+    clock.resume()
+    time.sleep(0.01)
+    assert clock.elapsed_ms() >= clock.total_ms + 10
+
+
+def test_step_times_do_not_hold_the_pause_before_them(tg):
+    clock = tg.Clock(torch.device("cpu"))
+    clock.resume()
+    clock.step_done()
+    clock.pause()
+    time.sleep(0.1)
+    clock.resume()
+    clock.step_done()
+    clock.collect(keep=1)
+    assert len(clock.step_ms) == 1
+    clock.collect()
+    assert len(clock.step_ms) == 2 and clock.step_ms[1] < 80
+
+
+def progress(tg, tmp_path, **changes):
+    c = tg.Config(**{**dict(num_steps=100, log_every_steps=10), **changes})
+    clock = tg.Clock(torch.device("cpu"))
+    clock.resume()
+    log = tg.RunLog(str(tmp_path), tg.World(), console=False)
+    return tg.Progress(c, tg.World(), log, clock, ["loss", "gradient of head"], 1000), clock, log
+
+
+def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
+    watch, clock, log = progress(tg, tmp_path)
+    for step in range(31):
+        clock.step_done()
+        assert watch.push(step, 64, 1.0, torch.tensor([3.0 + step, 0.1])) is None
+        lines = log.path.read_text().splitlines()
+        assert sum(line.startswith("step:") for line in lines) == (step >= 1) + step // 10
+    log.close()
+    lines = [line for line in log.path.read_text().splitlines() if line.startswith("step:")]
+    assert [line.split()[:2] for line in lines] == [
+        [f"step:{n}/100", f"train_loss:{2 + n:.4f}"] for n in (1, 10, 20, 30)]
+    assert lines[1].endswith("tokens:640") and watch.tokens == 31 * 64
+    assert log.path.read_text().count("note: at this pace 100 steps take about") == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_named_with_its_step(tg, tmp_path, bad):
+    watch, clock, log = progress(tg, tmp_path)
+    clock.step_done()
+    assert watch.push(4, 64, 1.0, torch.tensor([3.0, bad])) is None
+    clock.step_done()
+    assert watch.push(5, 64, 1.0, torch.tensor([bad, 1.0])) == "step 5: not a finite number: gradient of head"
+    assert watch.flush() == "step 6: not a finite number: loss"
+    assert watch.flush() is None
+    log.close()
+
+
+def test_utilisation_is_six_times_matmul_parameters_over_the_peak(tg, tmp_path, monkeypatch):
+    watch, _, log = progress(tg, tmp_path)
+    assert watch.mfu(1000, 1.0) is None          # no peak is known for a CPU
+    log.close()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    world = tg.World(0, 2, torch.device("cuda", 0))
+    watch = tg.Progress(tg.Config(), world, log, tg.Clock(torch.device("cpu")), [], 100_000_000)
+    assert watch.mfu(524_288, 1000) == pytest.approx(6 * 1e8 * 524_288 / (2 * 989e12))
+
+
+def test_the_fingerprint_sees_begin_and_end_of_a_file(tg, tmp_path):
+    path, data = tmp_path / "x.bin", bytearray(3 * 2 ** 20)
+    path.write_bytes(data)
+    first = tg.fingerprint(str(path))
+    assert first == tg.fingerprint(str(path)) and len(first) == 16
+    for at in (0, 1023, 2 ** 20, 3 * 2 ** 20 - 1, 2 * 2 ** 20):
+        changed = bytearray(data)
+        changed[at] = 1
+        path.write_bytes(changed)
+        assert tg.fingerprint(str(path)) != first, at
+    path.write_bytes(data[:100])
+    assert tg.fingerprint(str(path)) != first
+
+
+def test_the_age_of_this_process_grows_in_seconds(tg):
+    first = tg.process_age_s()
+    time.sleep(0.05)
+    assert 0 < first < 86_400 and 0.03 < tg.process_age_s() - first < 1
+
+
+def test_a_command_that_fails_or_is_missing_gives_an_empty_text(tg):
+    assert tg.run_quietly("this-command-does-not-exist") == ""
+    assert tg.run_quietly(sys.executable, "-c", "import sys; print(1); sys.exit(3)") == ""
+    assert tg.run_quietly(sys.executable, "-c", "print(' 1 ')") == "1"
+
+
+def test_the_logs_header_is_one_line_of_json(tg, real_log):
+    lines = real_log[0].read_text().splitlines()
+    fences = [i for i, line in enumerate(lines) if line == tg.FENCE]
+    assert len(fences) == 2 and fences[1] == fences[0] + 2       # no GPU here, so no nvidia-smi between
+    assert json.loads(lines[fences[0] + 1])["format"] == 1

@@ -1,0 +1,160 @@
+"""Room 10: exit codes and messages. 0 done, 1 failed, 2 refused; a refusal is one line on stderr, never a traceback."""
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from model_helpers import hide_gpus, small_options, without_launcher, write_small_shards
+from rank_helpers import load_train_gpt, train_gpt_path
+from shard_helpers import put_shard
+
+
+@pytest.fixture(autouse=True)
+def fresh_place(monkeypatch, tmp_path):
+    """No launcher's variables, and a working folder without shards."""
+    without_launcher(monkeypatch)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def refused(tg, capfd, *argv):
+    """The one line that main prints when it refuses."""
+    assert tg.main(list(argv)) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("train_gpt: ") and err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--preset=tiny", "--help"]])
+def test_help_lists_every_key_and_starts_nothing(tg, capfd, monkeypatch, argv):
+    for name in ("init_world", "RunLog", "train"):
+        monkeypatch.setattr(tg, name, None)
+    assert tg.main(argv) == 0
+    out, err = capfd.readouterr()
+    assert "--num_steps=1393" in out and "torchrun --standalone" in out and "sprint" in out and err == ""
+
+
+@pytest.mark.parametrize("argv, part", [
+    (["--steps=3"], "num_steps"), (["--num_steps=three"], "a whole number"), (["--seed=1", "--seed=2"], "twice"),
+    (["train"], "--key=value"), (["--compile=fast"], "auto, on, off"), (["--batch_tokens=1000"], "multiple"),
+    (["--preset=huge"], "one of record")])
+def test_what_cannot_be_used_ends_with_exit_code_2_and_leaves_nothing(tg, capfd, argv, part):
+    assert part in refused(tg, capfd, *argv)
+    assert os.listdir() == []
+
+
+def test_without_shards_the_message_names_pattern_and_download_command(tg, capfd, tmp_path):
+    """FIELD-CASES 4c. A machine without a GPU starts from the demo, one with a GPU from the record."""
+    err = refused(tg, capfd, f"--log_dir={tmp_path}/logs")
+    assert "data/builtin/train_*.bin" in err
+    err = refused(tg, capfd, "--preset=record", f"--log_dir={tmp_path}/logs")
+    assert "data/fineweb10B/fineweb_train_*.bin" in err and "python data/cached_fineweb10B.py" in err
+    files = write_small_shards(tmp_path)
+    err = refused(tg, capfd, f"--train_files={files['train_files']}", f"--log_dir={tmp_path}/logs")
+    assert "no val shards match data/builtin/val_*.bin" in err
+
+
+def test_a_log_folder_that_cannot_be_written_is_refused(tg, capfd):
+    assert "--log_dir=/dev/null/x" in refused(tg, capfd, "--log_dir=/dev/null/x")
+
+
+def test_a_failure_ends_with_exit_code_1(tg, capfd, monkeypatch, tmp_path):
+    def fail(*args):
+        raise tg.Failure("step 3: it broke")
+    monkeypatch.setattr(tg, "train", fail)
+    assert tg.main([f"--log_dir={tmp_path}/logs"]) == 1
+    assert capfd.readouterr().err == "train_gpt: step 3: it broke\n"
+    [log] = (tmp_path / "logs").iterdir()
+    assert '"failed"' in log.read_text()
+
+
+def test_a_bug_is_not_dressed_up_as_a_refusal(tg, monkeypatch, tmp_path):
+    def broken(config, world, log, overrides, argv):
+        log.event("note: started")
+        raise KeyError("bug")
+    monkeypatch.setattr(tg, "train", broken)
+    closed = []
+    monkeypatch.setattr(tg, "close_world", closed.append)
+    with pytest.raises(KeyError):
+        tg.main([f"--log_dir={tmp_path}/logs"])
+    assert len(closed) == 1
+
+
+def test_compiling_without_a_compiler_is_refused_before_anything_is_built(tg, capfd, monkeypatch, tmp_path):
+    """FIELD-CASES 10."""
+    files = write_small_shards(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(tg, "GPT", None)
+    err = refused(tg, capfd, *small_options(**files, log_dir=tmp_path / "logs", compile="on"))
+    assert "a C compiler is needed for compilation" in err and "--compile=off" in err
+
+
+def test_the_script_runs_with_nothing_but_python(tmp_path):
+    """FIELD-CASES 10: five steps with neither a compiler, a launcher nor a home on the path."""
+    for name, shard in (("t.bin", "TRAIN_A"), ("v.bin", "VAL_10001")):
+        put_shard(tmp_path, shard, name)
+    (tmp_path / "empty").mkdir()
+    environment = dict(PATH=str(tmp_path / "empty"), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(
+        [sys.executable, str(train_gpt_path()), "--preset=tiny", "--compile=off", "--num_steps=5", "--batch_tokens=256",
+         "--val_tokens=100", "--train_files=t.bin", "--val_files=v.bin"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert re.search(r"^step:5/5 val_loss:\d", done.stdout, re.M) and len(list((tmp_path / "logs").iterdir())) == 1
+
+
+def test_the_exit_code_of_a_refusal_reaches_the_shell(tmp_path):
+    done = subprocess.run([sys.executable, str(train_gpt_path()), "--num_steps=x"], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert list(Path(tmp_path).iterdir()) == [tmp_path / "here"]
+
+
+def main_and_after(rank, size, argv):
+    hide_gpus()
+    tg, err = load_train_gpt(), io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        code = tg.main(argv)
+    return code, err.getvalue(), torch.distributed.is_initialized()
+
+
+def test_a_refusal_on_several_ranks_is_said_once_and_leaves_no_group(run_ranks, tmp_path):
+    answers = run_ranks(2, main_and_after, [f"--log_dir={tmp_path}/logs", "--train_files=nothing.bin"])
+    assert [code for code, _, _ in answers] == [2, 2] and not any(group for _, _, group in answers)
+    assert "nothing.bin" in answers[0][1] and answers[1][1] == ""
+
+
+def test_deterministic_mode_is_switched_on(tg, capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    files = write_small_shards(tmp_path)
+    seen = []
+    train = tg.train
+
+    def look(*args):
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return train(*args)
+    monkeypatch.setattr(tg, "train", look)
+    try:
+        assert tg.main(small_options(**files, log_dir=tmp_path / "logs", deterministic="on", num_steps=1)) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(True, ":4096:8")]
+
+
+@pytest.mark.slow
+def test_a_compiled_run_on_a_cpu_gives_the_losses_of_the_uncompiled_one(tg, capfd, tmp_path):
+    if tg.find_compiler() is None:
+        pytest.skip("no C compiler here")
+    files, found = write_small_shards(tmp_path), []
+    for switch in ("off", "on"):
+        assert tg.main(small_options(**files, log_dir=tmp_path / switch, compile=switch, log_every_steps=1,
+                                     num_layers=2, num_value_tables=1, long_layers=(0,), no_attention_layers=())) == 0
+        found.append([float(x) for x in re.findall(r"(?:train|val)_loss:(\S+)", capfd.readouterr().out)])
+    assert len(found[0]) >= 4 and found[1] == pytest.approx(found[0], abs=2e-4)

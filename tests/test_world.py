@@ -1,0 +1,70 @@
+"""Room 2: who this process is, from the launcher's variables; one process needs none of them."""
+import os
+import stat
+
+import pytest
+import torch
+from model_helpers import hide_gpus, without_launcher
+from rank_helpers import load_train_gpt
+
+
+def test_without_a_launcher_the_world_is_one_process(tg, monkeypatch):
+    without_launcher(monkeypatch)
+    world = tg.init_world()
+    assert world == tg.World() and world.size == 1 and not world.is_cuda
+    assert not torch.distributed.is_initialized()
+    tg.close_world(world)
+
+
+def join_and_leave(rank, size):
+    hide_gpus()
+    tg = load_train_gpt()
+    world = tg.init_world()
+    total = torch.tensor([rank + 1.0])
+    torch.distributed.all_reduce(total)
+    tg.close_world(world)
+    return world.rank, world.size, world.device.type, float(total), torch.distributed.is_initialized()
+
+
+def test_rank_and_size_come_from_the_launcher(tg, run_ranks):
+    assert run_ranks(2, join_and_leave) == [(0, 2, "cpu", 3.0, False), (1, 2, "cpu", 3.0, False)]
+
+
+@pytest.mark.parametrize("found, legal", [("2.10.1", False), ("2.9.0+cpu", False), ("2.11.0", True), ("3.0.0a0", True)])
+def test_versions_of_torch_before_2_11_are_refused(tg, monkeypatch, found, legal):
+    without_launcher(monkeypatch)
+    monkeypatch.setattr(torch, "__version__", found)
+    if legal:
+        assert tg.init_world().size == 1
+        return
+    with pytest.raises(tg.Refusal, match="2.11 or newer") as caught:
+        tg.init_world()
+    assert found in str(caught.value)
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(tg, monkeypatch):
+    without_launcher(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(tg.Refusal, match="local rank 2.*2 found"):
+        tg.init_world()
+
+
+def test_the_allocator_setting_of_the_user_wins(tg, monkeypatch):
+    without_launcher(monkeypatch)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    tg.init_world()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+def test_a_compiler_is_found_on_the_path_or_named_by_cc(tg, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert tg.find_compiler() is None
+    for name in ("gcc", "my-compiler"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o700 | stat.S_IXUSR)
+    assert tg.find_compiler() == str(tmp_path / "gcc")
+    monkeypatch.setenv("CC", "my-compiler")
+    assert tg.find_compiler() == str(tmp_path / "my-compiler")
