@@ -3,6 +3,7 @@ import json
 import random
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -288,7 +289,7 @@ def kill_and_resume(folder, moments, rng):
             wait_for(process, "time_to_first_step_s")
             try:
                 process.wait(rng.uniform(0.05, 1.2))
-            except Exception:
+            except subprocess.TimeoutExpired:
                 stop(process, signal.SIGKILL)
                 killed += 1
                 continue

