@@ -1666,7 +1666,7 @@ def probe(run: Run) -> dict[str, float]:
     saved, generator = [weight.clone() for weight in weights], torch.Generator(device).manual_seed(1)
     for p in run.model.parameters():
         p.add_(torch.randn(p.shape, generator=generator, device=device), alpha=0.05)
-    T, middle, n = c.val_row_tokens, c.val_row_tokens // 2, min(16, c.val_row_tokens // 4)
+    T, middle, n = c.val_row_tokens, c.val_row_tokens // 2, max(2, min(16, c.val_row_tokens // 4))
     row, other, targets = torch.randint(c.vocab_size, (3, 1, T), generator=generator, device=device, dtype=torch.int32)
     for tokens in (row, other):
         tokens[tokens == c.eod_id] = (c.eod_id + 1) % c.vocab_size
@@ -1675,7 +1675,7 @@ def probe(run: Run) -> dict[str, float]:
     losses = {}
     run.model.eval()
     for what, a, b in (("", 0, 0), ("later tokens", middle + n, T), ("another document", 1, middle),
-                       ("their own context", middle + 1, middle + n // 2)):
+                       ("their own context", middle + 1, middle + n)):
         spoiled = torch.cat((row[:, :a], other[:, a:b], row[:, b:]), dim=1)
         losses[what] = float(run.model(spoiled, targets, window_tensor(run, c.num_steps)))
     run.model.train()
@@ -1884,7 +1884,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
         try:
             batch = next(loader)
         except Refusal as error:
-            raise Failure(f"rank {world.rank}, step {step + 1}: {error}") from None
+            raise Refusal(f"rank {world.rank}, step {step + 1}: {error}") from None
         run.position = batch.position
         stats = train_step(run, step, batch, len(signals))
         clock.step_done()
