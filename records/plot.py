@@ -126,7 +126,7 @@ def draw_steps(axes, groups) -> None:
         return
     slow_ms = [slow.ms for _, log in shown for slow in log.slow_steps]
     usual = [ms for _, log in shown for ms in log.step_times_ms if ms not in slow_ms] or slow_ms
-    ceiling = min(2.0 * max(usual), max(slow_ms)) if slow_ms else max(usual)
+    ceiling = min(2.0 * max(usual), max(usual + slow_ms))
     span = max(ceiling - min(usual), 0.1 * ceiling, 1e-3)
     last = max(len(log.step_times_ms) for _, log in shown)
     named = []
