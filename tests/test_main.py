@@ -146,15 +146,3 @@ def test_deterministic_mode_is_switched_on(tg, capfd, monkeypatch, tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     assert seen == [(True, ":4096:8")]
-
-
-@pytest.mark.slow
-def test_a_compiled_run_on_a_cpu_gives_the_losses_of_the_uncompiled_one(tg, capfd, tmp_path):
-    if tg.find_compiler() is None:
-        pytest.skip("no C compiler here")
-    files, found = write_small_shards(tmp_path), []
-    for switch in ("off", "on"):
-        assert tg.main(small_options(**files, log_dir=tmp_path / switch, compile=switch, log_every_steps=1,
-                                     num_layers=2, num_value_tables=1, long_layers=(0,), no_attention_layers=())) == 0
-        found.append([float(x) for x in re.findall(r"(?:train|val)_loss:(\S+)", capfd.readouterr().out)])
-    assert len(found[0]) >= 4 and found[1] == pytest.approx(found[0], abs=2e-4)
