@@ -92,6 +92,7 @@ class Config:
     mlp_dim: int = 3072
     long_layers: tuple[int, ...] = (0, 4, 11)       # layers that see the whole window; others see half of it
     no_attention_layers: tuple[int, ...] = (7,)
+    ngram_rows: tuple[int, ...] = ()       # hashed embeddings of the last 2, 3, .. tokens: rows of each table
     num_value_tables: int = 3              # value embeddings, shared by the first and the last so many layers
     window_tokens: int = 1792              # largest attention window; grows to it along the stages
     block_tokens: int = 128                # granularity of windows and block masks
@@ -101,6 +102,7 @@ class Config:
     # Optimizer
     lr_matrix: float = 0.05                # Muon, hidden matrices
     lr_embed: float = 0.6                  # Adam, token and value embeddings
+    lr_ngram: float = 0.2                  # Adam, n-gram tables
     lr_head: float = 0.008                 # Adam, output head
     lr_scalar: float = 0.04                # Adam, mixing scalars
     adam_beta1: float = 0.8
@@ -668,6 +670,16 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
+def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, rows: tuple[int, ...], eod_id: int) -> list[Tensor]:
+    """Row [B, T] of each table for the 2, 3, .. tokens that end here. History stops where the segment begins."""
+    hashed, ids = tokens_BT.long(), []
+    for back, num_rows in enumerate(rows, 1):
+        older, segment = (F.pad(t, (back, -back), value=-1) for t in (tokens_BT, segments_BT))
+        hashed = (hashed * 1_000_003 + torch.where(segment == segments_BT, older, eod_id) + 1) % 2_147_483_647
+        ids.append(hashed % num_rows)
+    return ids
+
+
 def add_skip(x: Tensor, skip: Tensor, weight: Tensor) -> Tensor:
     return x + weight * skip
 
@@ -749,6 +761,7 @@ class GPT(nn.Module):
         self.embed = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
         tables = torch.empty(c.num_value_tables, c.padded_vocab, c.num_heads * c.head_dim, dtype=dtype)
         self.value_embeds = nn.ParameterList(nn.Parameter(table) for table in tables)
+        self.ngrams = nn.ParameterList(nn.Parameter(torch.empty(n, c.model_dim, dtype=dtype)) for n in c.ngram_rows)
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
         self.head = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
         self.head_gradients, self.cross_entropy = head_gradients, self.plain_loss
@@ -770,7 +783,10 @@ class GPT(nn.Module):
         segments = segment_ids(tokens_BT, c.eod_id)
         masks = {"long": self.build_mask(segments, window_blocks, c.block_tokens),
                  "short": self.build_mask(segments, (window_blocks // 2).clamp(min=1), c.block_tokens)}
-        x0 = norm(F.embedding(tokens_BT, self.embed))
+        x0 = F.embedding(tokens_BT, self.embed)
+        for table, ids in zip(self.ngrams, ngram_ids(tokens_BT, segments, c.ngram_rows, c.eod_id)):
+            x0 = x0 + F.embedding(ids, table)                    # record 62 of the public race, more than bigrams
+        x0 = norm(x0)
         x = x0.clone()                       # "x is x0" would be a graph of its own
         ves = [F.embedding(tokens_BT, table) for table in self.value_embeds]
         outputs = []
@@ -823,6 +839,7 @@ def families(c: Config) -> list[Family]:
         #      name             pattern                         init              bank            kind    lr
         Family("embed",         r"embed",                       Tensor.normal_,   "embed",        "adam", c.lr_embed),
         Family("value_embeds",  r"value_embeds\.\d+",           Tensor.normal_,   "value_embeds", "adam", c.lr_embed),
+        Family("ngrams",        r"ngrams\.\d+",                 Tensor.zero_,     "ngrams",       "adam", c.lr_ngram),
         Family("head",          r"head",                        Tensor.zero_,     "head",         "adam", c.lr_head),
         Family("block_mix",     r"blocks\.\d+\.mix",           constant(1., 0.), "scalars",      "adam", c.lr_scalar),
         Family("value_mix",     r".*\.value_mix",               constant(0.5),    "scalars",      "adam", c.lr_scalar),

@@ -15,7 +15,7 @@ SMALL = dict(       # 6 layers: long and short windows, one without attention, s
     vocab_size=61, eod_id=EOD, num_steps=3, batch_tokens=12 * 64, row_tokens=64, micro_rows=12, val_tokens=500,
     val_row_tokens=64, val_every_steps=0, target_loss=0.0, model_dim=32, num_layers=6, num_heads=2, head_dim=16,
     mlp_dim=64, long_layers=(0, 5), no_attention_layers=(3,), num_value_tables=2, window_tokens=32, block_tokens=8,
-    momentum_warmup_steps=10, max_epochs=100)
+    ngram_rows=(50, 70), momentum_warmup_steps=10, max_epochs=100)
 
 
 def small_config(**changes):

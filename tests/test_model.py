@@ -227,7 +227,8 @@ def test_the_forward_pass_is_the_stated_formula(tg):
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
     with torch.no_grad():
-        x0 = rms(model.embed[tokens.long()])
+        bigrams, trigrams = tg.ngram_ids(tokens, segments, c.ngram_rows, EOD)
+        x0 = rms(model.embed[tokens.long()] + model.ngrams[0][bigrams] + model.ngrams[1][trigrams])
         x, outputs = x0, []
         for layer, block in zip(table, model.blocks):
             if layer.skip_from is not None:
@@ -306,7 +307,7 @@ def test_output_projections_and_head_begin_at_zero_and_the_rest_within_its_bound
     model = small_model(model_dim=64, mlp_dim=256)
     for name, p in model.named_parameters():
         p = p.detach()
-        if name.endswith((".out", ".down", "head")):
+        if name.endswith((".out", ".down", "head")) or name.startswith("ngrams"):
             assert bool((p == 0).all()), name
         elif name.endswith((".qkv", ".up")):
             bound = 3 ** 0.5 * 0.5 / p.size(-1) ** 0.5
@@ -334,12 +335,13 @@ def test_the_embedding_is_normed_before_the_first_block():
     model, tokens = randomise(small_model()), random_tokens(1, 64)
     before = logits(model, tokens)
     with torch.no_grad():
-        model.embed.mul_(10.0)
+        for table in (model.embed, *model.ngrams):
+            table.mul_(10.0)
     torch.testing.assert_close(logits(model, tokens), before, rtol=0, atol=1e-4)
 
 
 def test_every_parameter_is_claimed_once_and_routed_by_its_role(tg):
-    c, model = small_config(lr_matrix=0.1, lr_embed=0.2, lr_head=0.3, lr_scalar=0.4), small_model()
+    c, model = small_config(lr_matrix=0.1, lr_embed=0.2, lr_head=0.3, lr_scalar=0.4, lr_ngram=0.5), small_model()
     groups = tg.param_groups(c, model)
     names = [name for group in groups for name in group["params"]]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
@@ -349,6 +351,8 @@ def test_every_parameter_is_claimed_once_and_routed_by_its_role(tg):
                 wanted = ("head", "adam", 0.3)
             elif name == "embed" or name.startswith("value_embeds"):
                 wanted = (name.partition(".")[0], "adam", 0.2)
+            elif name.startswith("ngrams"):
+                wanted = ("ngrams", "adam", 0.5)
             elif p.ndim < 2:
                 wanted = ("scalars", "adam", 0.4)
             else:
@@ -423,3 +427,18 @@ def test_generation_reads_the_logits_of_the_last_token_and_repeats_with_its_seed
     assert tg.generate(model, prompt, 20, seed=1) == tg.generate(model, prompt, 20, seed=1)
     assert tg.generate(model, prompt, 20, seed=1) != tg.generate(model, prompt, 20, seed=2)
     assert len(tg.generate(model, prompt, 80)) == 83            # past the length of a row
+
+
+def test_ngram_rows_hash_the_last_tokens_of_the_segment(tg):
+    tokens = random_tokens(2, 40, vocab=4)
+    segments = tg.segment_ids(tokens, EOD)
+    bigrams, trigrams = tg.ngram_ids(tokens, segments, (1009, 10_007), EOD)
+    for ids, length, rows in ((bigrams, 2, 1009), (trigrams, 3, 10_007)):
+        assert int(ids.min()) >= 0 and int(ids.max()) < rows
+        seen = {}
+        for b in range(2):
+            for t in range(40):
+                history = tuple(int(tokens[b, t - k]) if t >= k and segments[b, t - k] == segments[b, t] else EOD
+                                for k in range(length))
+                assert seen.setdefault(history, int(ids[b, t])) == int(ids[b, t])       # the same tokens, the same row
+        assert len(set(seen.values())) > 0.9 * len(seen)                                # other tokens, another row

@@ -114,7 +114,7 @@ def assert_same_gradients(found, wanted, tolerance):
         assert gradient.norm() > 0, name
         assert (found[name] - gradient).norm() / gradient.norm() < 20 * tolerance, name
         families.setdefault(re.sub(r"\d+", "*", name), []).append((found[name], gradient))
-    assert len(families) == 10
+    assert len(families) == 11
     for name, pairs in families.items():
         got, gradient = (torch.cat([t.flatten() for t in side]) for side in zip(*pairs))
         assert (got - gradient).norm() / gradient.norm() < tolerance, name
