@@ -286,6 +286,10 @@ def _parse_events(path: Path, lines: list[str], first_line: int, cut: bool) -> d
                 result = json.loads(line.split(":", 1)[1])
                 if not isinstance(result, dict) or not isinstance(result.get("status"), str):
                     raise LogError(f"{where}: result line has no status")
+                if result["status"] in ("failed", "refused"):       # a run that broke off has no result that counts
+                    notes.append(line)
+                    result = None
+                    continue
                 _need_numbers(f"{where} (result)", result, required=("step", "num_steps", "train_time_ms"),
                               optional=("val_loss", "val_tokens", "tokens_trained", "step_avg_ms", "peak_memory_mib",
                                         "time_to_first_step_s"))

@@ -672,3 +672,11 @@ def test_seeds_refuses_in_one_line(tmp_path, trainer, monkeypatch, capsys):
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
     assert os.listdir(tmp_path) and not (tmp_path / "out").exists()
+
+
+def test_a_log_of_a_run_that_broke_off_parses_and_can_be_no_record(tmp_path):
+    text = log_text()
+    path = tmp_path / "broken.txt"
+    path.write_text(text[:text.rindex("result:")] + 'result:{"status": "failed", "reason": "step 7: loss is nan"}\n')
+    log = parse_log(path)
+    assert log.result is None and not log.finished and log.validation
