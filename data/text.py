@@ -458,6 +458,35 @@ def builtin_documents():
                 yield "\n\n".join(found) + "\n", True
 
 
+PIECE_BYTES = 512       # of a training document of the builtin corpus
+
+
+def builtin_split(fraction, seed):
+    """(documents, bytes of validation text with its marks): whole documents for validation first, then short pieces.
+
+    The corpus is small and its documents are long: a batch of a small model would see one document at a time. So those
+    for training are cut at line ends into pieces of about PIECE_BYTES, which then stand in the order of their hashes.
+    """
+    whole = [text for text, _ in builtin_documents()]
+    whole.sort(key=lambda text: hashlib.sha256(f"{seed} {text}".encode()).digest())
+    wanted, held, n = fraction * sum(len(text.encode()) for text in whole), 0, 0
+    while held < wanted:
+        held, n = held + len(whole[n].encode()) + 1, n + 1
+
+    def documents():
+        yield from ((text, True) for text in whole[:n])
+        for text in whole[n:]:
+            piece = ""
+            for line in text.splitlines(keepends=True):
+                piece += line
+                if len(piece) >= PIECE_BYTES:
+                    yield piece, True
+                    piece = ""
+            if piece:
+                yield piece, True
+    return documents(), held
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # documents -> shards
 
@@ -910,18 +939,20 @@ def main(argv):
         raise InputError("name files, folders, patterns or - as inputs, or use --builtin alone (--help tells more)")
     out = args.out or here / ("builtin" if args.builtin else "text")
     meter = Meter()
+    split, how = HashSplit(args.val_fraction), f"by hash of content, fraction {args.val_fraction}"
     if args.builtin:
-        documents = builtin_documents()
+        documents, held = builtin_split(args.val_fraction, args.seed)
+        split, how = FirstSplit(held, args.val_fraction), f"by hash of whole documents, fraction {args.val_fraction}"
     else:
         documents = read_inputs(args.inputs, meter, args.documents, args.field, args.stdin,
                                 None if args.no_shuffle else args.seed)
     if args.builtin and not args.overwrite:
         args.overwrite = is_own_builtin(out)        # it can be made again at any time
-    return build_and_tell(documents, args, out, HashSplit(args.val_fraction), meter,
+    return build_and_tell(documents, args, out, split, meter,
                           train_name="train_{:06d}.bin".format, val_name="val_{:06d}.bin".format, seed=args.seed,
                           hash_order=not args.no_shuffle, how={
                               "argv": argv, "builtin": args.builtin, "seed": args.seed,
-                              "split": f"by hash of content, fraction {args.val_fraction}"})
+                              "split": how})
 
 
 if __name__ == "__main__":
