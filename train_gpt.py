@@ -147,8 +147,7 @@ PRESETS: dict[str, dict] = {
         vocab_size=257, eod_id=256, num_steps=200, batch_tokens=4096, row_tokens=256, micro_rows=16, stages="flat",
         val_tokens=0, val_row_tokens=256, val_every_steps=25, target_loss=0.0, model_dim=128, num_layers=4,
         num_heads=2, head_dim=64, mlp_dim=512, long_layers=(0, 3), no_attention_layers=(), num_value_tables=2,
-        ngram_rows=(8192, 32_768, 32_768), window_tokens=256, block_tokens=32, attention_scale=0.3,
-        momentum_warmup_steps=50, sample_tokens=400),
+        ngram_rows=(8192, 32_768, 32_768), window_tokens=256, block_tokens=32, attention_scale=0.3, sample_tokens=400),
     "tiny": dict(
         max_epochs=1, vocab_size=50_257, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8,
         val_tokens=10_000, val_row_tokens=128, val_every_steps=0, target_loss=0.0,
