@@ -933,8 +933,9 @@ def find_shards(patterns: str, what: str) -> list[str]:
         found.setdefault(os.path.realpath(name), name)
     paths = list(found.values())
     if not paths:
-        raise Refusal(f"no {what} shards match {patterns}. FineWeb: python data/cached_fineweb10B.py; your own text: "
-                      f"python data/text.py --help; or name shards with --{what}_files=PATTERN")
+        raise Refusal(f"no {what} shards match {patterns}. FineWeb: python data/cached_fineweb10B.py; the demo's text: "
+                      "python data/text.py --builtin --tokenizer=bytes; your own: python data/text.py --help; or name "
+                      f"shards with --{what}_files=PATTERN")
     return paths
 
 
