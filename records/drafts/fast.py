@@ -76,7 +76,7 @@ class Config:
     batch_tokens: int = 524_288            # tokens of the largest step over all ranks and micro-steps
     row_tokens: int = 16_384               # the atom of data: documents are packed into rows, nothing crosses rows
     micro_rows: int = 2                    # at most this many rows in one forward pass (memory only; 0 = find out)
-    pool_rows: int = 2                     # rows that share one candidate set of the sampled softmax; divides micro_rows
+    pool_rows: int = 2                     # rows that share one sampled softmax; divides micro_rows
     stages: str = "fast"                   # which table of stages: batch, window, document clip, rate, candidates, ..
     # Validation
     val_tokens: int = 10_485_760           # targets scored: the first of the validation files; 0 = all there are
@@ -104,7 +104,7 @@ class Config:
     logit_cap: float = 23.0                # logits z become cap * sigmoid((z + shift) / width)
     logit_shift: float = 5.0
     logit_width: float = 7.5
-    negatives_correction: float = 0.0      # 1: negatives stand for all that were not drawn (unbiased normaliser); 0: not
+    negatives_correction: float = 0.0      # 1: drawn negatives stand for all (unbiased normaliser); 0: not
     # Optimizer; betas and decays stand in the table of families
     lr_matrix: float = 0.023               # NorMuon, hidden matrices
     lr_embed: float = 0.6                  # Adam, token and value embeddings
@@ -219,8 +219,8 @@ def check_config(c: Config) -> None:
         value = getattr(c, f.name)
         if isinstance(value, (int, float)):
             need(0 <= value < 2 ** 63, f"--{f.name}={value}: expected a finite number from 0 to 2^63")
-    for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim pool_rows "
-                "num_heads head_dim qk_dim mlp_dim vocab_size log_every_steps logit_cap rotary_base").split():
+    for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim "
+                "num_heads head_dim qk_dim mlp_dim pool_rows vocab_size log_every_steps logit_cap rotary_base").split():
         need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected more than 0")
     need(c.batch_tokens % c.row_tokens == 0,
          f"--batch_tokens={c.batch_tokens}: expected a multiple of row_tokens={c.row_tokens}")
@@ -228,13 +228,13 @@ def check_config(c: Config) -> None:
         need(getattr(c, key) % c.block_tokens == 0,
              f"--{key}={getattr(c, key)}: expected a multiple of block_tokens={c.block_tokens}")
     need(c.qk_dim % 4 == 0, f"--qk_dim={c.qk_dim}: expected a multiple of 4 (rotary turns half of each head)")
-    need(c.micro_rows % c.pool_rows == 0, f"--micro_rows={c.micro_rows}: expected a multiple of pool_rows={c.pool_rows}")
+    need(c.micro_rows % c.pool_rows == 0, f"--micro_rows={c.micro_rows}: expected multiples of pool_rows={c.pool_rows}")
     need(c.eod_id < c.vocab_size, f"--eod_id={c.eod_id}: expected less than vocab_size={c.vocab_size}")
     need(c.vocab_size <= 65_536, f"--vocab_size={c.vocab_size}: shards hold 16-bit tokens, at most 65536")
     for key in ("long_layers", "no_attention_layers", "value_layers", "skip"):
         need(all(0 <= i < c.num_layers for i in getattr(c, key)),
              f"--{key}={getattr(c, key)}: expected layers from 0 to {c.num_layers - 1}")
-    need(not c.skip or (len(c.skip) == 2 and c.skip[0] < c.skip[1]), f"--skip={c.skip}: expected two layers, from and to")
+    need(len(c.skip) in (0, 2) and c.skip == tuple(sorted(c.skip)), f"--skip={c.skip}: expected two layers in order")
     need(c.momentum_end < 1 and c.momentum_start < 1, "--momentum_start, --momentum_end: expected less than 1")
     need(c.cooldown_frac <= 1 and c.tail_frac <= 1, "--cooldown_frac, --tail_frac: expected at most 1")
 
@@ -334,7 +334,7 @@ POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
 def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
     """Nearest semi-orthogonal matrix of each G, up to singular values near 1. [N, R, C] -> same, in dtype.
 
-    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / (1.02 |G|_F), on the smaller side (Bernstein; Jordan).
+    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / (1.02 |G|_F), on the smaller side (Jordan).
     The norm is taken in fp32 without a visible epsilon, so that gradients of any size give the same answer.
     """
     X = G_NRC.float()
@@ -402,7 +402,8 @@ def head_gradients(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights:
         target, weight = target[:, None], (target >= 0)[:, None] * weight
         loss = loss + ((lse - squash(logits.gather(1, target.clamp(min=0).long()))) * weight).sum()
         total, onehots = total + weight, onehots + (columns == target) * weight
-    grad = ((squash.cap * half + bias - lse).exp() * total - onehots) * (half * (1 - half) * (squash.cap / squash.width))
+    slope = half * (1 - half) * (squash.cap / squash.width)
+    grad = ((squash.cap * half + bias - lse).exp() * total - onehots) * slope
     if not fp8:
         grad = grad.to(x.dtype)
         return loss, grad @ w, grad.t() @ x
@@ -575,7 +576,8 @@ def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, second: T
     side = -1 if second.size(-1) == 1 else -2
     second.mul_(beta2).add_(update.square().mean(side, keepdim=True) * (1 - beta2))
     scaled = update * second.clamp(min=1e-20).rsqrt()
-    scaled = scaled * (update.norm(dim=(-2, -1), keepdim=True) / scaled.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-20))
+    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
+    scaled = scaled * (before / after.clamp(min=1e-20))
     rate = lr * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
     cautious_step(weight, rate * scaled, decay * lr * rate)
 
@@ -811,7 +813,7 @@ class Layer(NamedTuple):
 
 
 def layer_table(c: Config) -> list[Layer]:
-    """Record 89's topology at any depth: few long layers, one skip, value tables, late attention that reads one layer."""
+    """Record 89's topology at any depth: few long layers, one skip, late attention that reads one earlier layer."""
     table = []
     for i in range(c.num_layers):
         attention = None if i in c.no_attention_layers else "long" if i in c.long_layers else "short"
@@ -932,9 +934,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BTE: Tensor, ve_BTE: Tensor | None, mask: Mask, rotary: tuple[Tensor, Tensor]) -> Tensor:
         c, H, half = self.config, self.config.num_heads, GATE_DIMS // 2
-        qk_width = H * c.qk_dim
+        widths = H * c.qk_dim, H * c.qk_dim, H * c.head_dim
         weight = torch.cat((self.qk.flatten(0, 1), self.value * self.scales[0]))
-        q, k, v = (t.unflatten(-1, (H, -1)) for t in F.linear(x_BTE, weight).split((qk_width, qk_width, H * c.head_dim), -1))
+        q, k, v = (t.unflatten(-1, (H, -1)) for t in F.linear(x_BTE, weight).split(widths, -1))
         q, k = rotate(norm(q), rotary), rotate(norm(k), rotary)
         still = torch.arange(c.qk_dim, device=k.device) % (c.qk_dim // 2) >= c.qk_dim // 4
         k = torch.where(mask.previous_BT[:, :, None, None] & still, shift(k), k)      # partial key offset (record 49)
@@ -1018,7 +1020,8 @@ class GPT(nn.Module):
 
     def masks(self, segments: Tensor, window: int) -> dict[str | None, Mask]:
         """Long layers see window blocks and offset keys, short ones see half of it."""
-        wide, block, previous = torch.full_like(segments[0, 0], window), self.config.block_tokens, neighbour(segments, 1)
+        wide, block = torch.full_like(segments[0, 0], window), self.config.block_tokens
+        previous = neighbour(segments, 1)
         return {"long": self.build_mask(segments, wide, block)._replace(previous_BT=previous),
                 "short": self.build_mask(segments, (wide // 2).clamp(min=1), block)._replace(
                     previous_BT=torch.zeros_like(previous)), None: None}
@@ -1087,18 +1090,12 @@ class GPT(nn.Module):
 
 
 class Family(NamedTuple):
-    """One row of the parameter table: which names, how they begin, how they learn. Rows of one bank share its rule."""
+    """One row of the parameter table: which names, how they begin, whose rule they follow."""
 
     name: str
     pattern: str
     init: Callable[[Tensor], object]
     bank: str
-    kind: str
-    lr: float
-    betas: tuple[float, float]
-    decay: float = 0.0
-    every: int = 1
-    tail: bool = False
 
 
 def fan_in_uniform(w: Tensor) -> None:
@@ -1115,33 +1112,49 @@ def constant(*values: float) -> Callable[[Tensor], object]:
     return lambda w: w.copy_(torch.tensor(values if len(values) > 1 else values * w.numel()).view(w.shape))
 
 
-def families(c: Config) -> list[Family]:
-    muon, adam, zero, slow = "muon", "adam", Tensor.zero_, (0.9, 0.99)
-    m = c.lr_matrix
+def families() -> list[Family]:
     return [
-        #      name            pattern               init                      bank            kind  lr           betas        decay  every tail
-        Family("embed",        r"embed",             Tensor.normal_,           "embed",        adam, c.lr_embed,  (.75, .95),  .025,  1,    True),
-        Family("value_embeds", r"value_embeds",      small_normal,             "value_embeds", adam, c.lr_embed,  (.75, .95),  .025,  2),
-        Family("ngrams",       r"ngrams",            zero,                     "ngrams",       "rows", c.lr_table, (.0, .95),  .025,  1),
-        Family("head",         r"head",              zero,                     "head",         adam, c.lr_head,   (.5, .95),   .75,   1,    True),
-        Family("block_mix",    r".*\.mix",           constant(1.1, 0., .05),   "scalars",      adam, c.lr_scalar, slow),
-        Family("ngram_mix",    r"ngram_mix",         constant(.05),            "scalars",      adam, c.lr_scalar, slow),
-        Family("scales",       r".*attention.scales", constant(.5, 1.),        "scalars",      adam, c.lr_scalar, slow),
-        Family("mlp_scale",    r".*mlp.scale",       constant(1.),             "scalars",      adam, c.lr_scalar, slow),
-        Family("skip_weights", r"skip_weights",      constant(.18, -.5),       "scalars",      adam, c.lr_scalar, slow),
-        Family("smear",        r"smear",             zero,                     "scalars",      adam, c.lr_scalar, slow),
-        Family("gates",        r".*gates",           zero,                     "gates",        adam, c.lr_gate,   slow,        .005),
-        Family("qk",           r".*\.qk",            fan_in_uniform,           "qk",           muon, m,           (.0, .9),    1.2,   1,    True),
-        Family("value",        r".*\.value",         fan_in_uniform,           "value_out",    muon, m,           (.0, .9),    1.2,   1,    True),
-        Family("out",          r".*\.out",           fan_in_uniform,           "value_out",    muon, m,           (.0, .9),    1.2,   1,    True),
-        Family("mlp_up",       r".*\.up",            fan_in_uniform,           "mlp_up",       muon, m,           (.0, .9),    1.2,   1,    True),
-        Family("mlp_down",     r".*\.down",          zero,                     "mlp_down",     muon, 2 * m,       (.0, .9),    1.2,   1,    True),
+        #      name             pattern                   init                     bank
+        Family("embed",         r"embed",                 Tensor.normal_,          "embed"),
+        Family("value_embeds",  r"value_embeds",          small_normal,            "value_embeds"),
+        Family("ngrams",        r"ngrams",                Tensor.zero_,            "ngrams"),
+        Family("head",          r"head",                  Tensor.zero_,            "head"),
+        Family("block_mix",     r"blocks\.\d+\.mix",      constant(1.1, 0., .05),  "scalars"),
+        Family("ngram_mix",     r"ngram_mix",             constant(.05),           "scalars"),
+        Family("scales",        r".*\.attention\.scales", constant(.5, 1.),        "scalars"),
+        Family("mlp_scale",     r".*\.mlp\.scale",        constant(1.),            "scalars"),
+        Family("skip_weights",  r"skip_weights",          constant(.18, -.5),      "scalars"),
+        Family("smear",         r"smear",                 Tensor.zero_,            "scalars"),
+        Family("gates",         r".*gates",               Tensor.zero_,            "gates"),
+        Family("qk",            r".*\.attention\.qk",     fan_in_uniform,          "qk"),
+        Family("value",         r".*\.attention\.value",  fan_in_uniform,          "value_out"),
+        Family("attention_out", r".*\.attention\.out",    fan_in_uniform,          "value_out"),
+        Family("mlp_up",        r".*\.mlp\.up",           fan_in_uniform,          "mlp_up"),
+        Family("mlp_down",      r".*\.mlp\.down",         Tensor.zero_,            "mlp_down"),
     ]
+
+
+def rules(c: Config) -> dict[str, dict]:
+    """How each bank learns, in the order in which gradients are reduced: the fields of an optimizer's group."""
+    keys = "kind", "lr", "betas", "eps", "decay", "every", "tail"
+    table = dict(
+        #             kind    rate             betas       epsilon     decay  every  tail
+        embed=       ("adam", c.lr_embed,      (.75, .95), c.adam_eps, .025,  1,     True),
+        value_embeds=("adam", c.lr_embed,      (.75, .95), c.adam_eps, .025,  2,     False),
+        ngrams=      ("rows", c.lr_table,      (.0, .95),  1e-15,      .025,  1,     False),   # gradients of few tokens
+        head=        ("adam", c.lr_head,       (.5, .95),  c.adam_eps, .75,   1,     True),
+        scalars=     ("adam", c.lr_scalar,     (.9, .99),  c.adam_eps, 0.,    1,     False),
+        gates=       ("adam", c.lr_gate,       (.9, .99),  c.adam_eps, .005,  1,     False),
+        qk=          ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
+        value_out=   ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
+        mlp_up=      ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
+        mlp_down=    ("muon", 2 * c.lr_matrix, (.0, .9),   0.,         1.2,   1,     True))
+    return {bank: dict(zip(keys, row)) for bank, row in table.items()}
 
 
 def claimed(c: Config, model: nn.Module) -> list[tuple[Family, dict[str, nn.Parameter]]]:
     """Each family with its parameters; raises ValueError unless every parameter has exactly one family."""
-    rows = [(family, {}) for family in families(c)]
+    rows = [(family, {}) for family in families()]
     for name, p in model.named_parameters():
         owners = [row for row in rows if re.fullmatch(row[0].pattern, name)]
         if len(owners) != 1:
@@ -1158,14 +1171,11 @@ def init_weights(c: Config, model: nn.Module) -> None:
 
 
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
-    """The split Adam groups and the Muon groups, in the order in which their gradients are reduced."""
-    groups: dict[str, dict] = {}
+    """The groups of the optimizer: each bank with its rule and the parameters of its families."""
+    groups = {bank: dict(name=bank, params={}, **rule) for bank, rule in rules(c).items()}
     for family, params in claimed(c, model):
-        eps = c.adam_eps * (1e-5 if family.kind == "rows" else 1)     # a row's gradient is that of very few tokens
-        rule = dict(name=family.bank, kind=family.kind, params={}, lr=family.lr, betas=family.betas, eps=eps,
-                    decay=family.decay, every=family.every, tail=family.tail)
-        groups.setdefault(family.bank, rule)["params"].update(params)
-    return list(groups.values())
+        groups[family.bank]["params"].update(params)
+    return [group for group in groups.values() if group["params"]]
 
 
 @torch.no_grad()
@@ -1754,7 +1764,7 @@ def build(c: Config, world: World, overrides: dict) -> Run:
 def matmul_parameters(run: Run) -> int:
     """Parameters that multiply every token: hidden matrices and the head (not embeddings)."""
     return sum(p.numel() for family, params in claimed(run.config, run.model) for p in params.values()
-               if family.kind == "muon" or family.name == "head")
+               if family.name == "head" or rules(run.config)[family.bank]["kind"] == "muon")
 
 
 def budget(run: Run) -> str:
@@ -1990,7 +2000,8 @@ def closing_words(run: Run, result: dict, log: RunLog) -> None:
     for name, loss in (("this model", nats), ("a bigram table", bigram)):
         log.event(f"note: {name}: {loss:.4f} nats/byte, {loss / math.log(2):.4f} bits/byte on held-out text")
     prompt = list(b"\n\nThe ")
-    text = bytes(t for t in generate(run.model, [c.eod_id] + prompt, c.sample_tokens, val_view(run, c.num_steps), c.seed) if t < 256)
+    tokens = generate(run.model, [c.eod_id] + prompt, c.sample_tokens, val_view(run, c.num_steps), c.seed)
+    text = bytes(t for t in tokens if t < 256)
     log.event("note: a sample of what it writes:")
     log.event("\n".join("    | " + line for line in text.decode("utf-8", "replace").splitlines()))
     log.event(f"note: {result['tokens_trained'] / result['train_time_ms'] * 1e3:,.0f} tokens/s on this machine; a GPU "
