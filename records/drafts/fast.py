@@ -75,7 +75,7 @@ class Config:
     num_steps: int = 1285
     batch_tokens: int = 524_288            # tokens of the largest step over all ranks and micro-steps
     row_tokens: int = 16_384               # the atom of data: documents are packed into rows, nothing crosses rows
-    micro_rows: int = 2                    # at most this many rows in one forward pass (memory only; 0 = find out)
+    micro_rows: int = 4                    # at most this many rows in one forward pass (memory only; 0 = find out)
     pool_rows: int = 2                     # rows that share one sampled softmax; divides micro_rows
     stages: str = "fast"                   # which table of stages: batch, window, document clip, rate, candidates, ..
     # Validation
@@ -101,9 +101,7 @@ class Config:
     block_tokens: int = 128                # granularity of windows and block masks
     attention_scale: float = 0.1
     rotary_base: float = 1024.0
-    logit_cap: float = 23.0                # logits z become cap * sigmoid((z + shift) / width)
-    logit_shift: float = 5.0
-    logit_width: float = 7.5
+    squash: tuple[float, ...] = (23.0, 5.0, 7.5)     # cap, shift, width: logits become cap sigmoid((z + shift) / width)
     negatives_correction: float = 0.0      # 1: drawn negatives stand for all (unbiased normaliser); 0: not
     # Optimizer; betas and decays stand in the table of families
     lr_matrix: float = 0.023               # NorMuon, hidden matrices
@@ -176,10 +174,10 @@ def parse_value(key: str, kind: type, text: str):
             if key in CHOICES and text not in CHOICES[key]:
                 raise ValueError
             return text
-        return tuple(int(part) for part in text.split(",") if part)
+        return tuple(float(part) if "." in part else int(part) for part in text.split(",") if part)
     except ValueError:
         wanted = "one of " + ", ".join(CHOICES[key]) if key in CHOICES else \
-            {int: "a whole number", float: "a number"}.get(kind, "whole numbers with commas, as 0,4,11")
+            {int: "a whole number", float: "a number"}.get(kind, "numbers with commas, as 0,4,11")
         raise Refusal(f"--{key}={text}: expected {wanted}") from None
 
 
@@ -220,7 +218,7 @@ def check_config(c: Config) -> None:
         if isinstance(value, (int, float)):
             need(0 <= value < 2 ** 63, f"--{f.name}={value}: expected a finite number from 0 to 2^63")
     for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim "
-                "num_heads head_dim qk_dim mlp_dim pool_rows vocab_size log_every_steps logit_cap rotary_base").split():
+                "num_heads head_dim qk_dim mlp_dim pool_rows vocab_size log_every_steps rotary_base").split():
         need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected more than 0")
     need(c.batch_tokens % c.row_tokens == 0,
          f"--batch_tokens={c.batch_tokens}: expected a multiple of row_tokens={c.row_tokens}")
@@ -739,7 +737,7 @@ class Optimizer:
         for bank, work in zip(due, pending):
             if work is not None:
                 work.wait()
-            norms[bank.group.name] = bank.grad_shard.float().square().sum()
+            norms[bank.group.name] = torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square()
             self.update(bank, lr_scale, momentum)
             gathers.append(bank.gather())
         for bank, work in zip(due, gathers):
@@ -770,22 +768,16 @@ class Optimizer:
             bank.state["seen"][ids] = torch.full_like(age, updates)
 
     @torch.no_grad()
-    def average(self, rate: float) -> None:
-        """Move the average over the tail by rate towards the weights; rate 1 begins it."""
+    def average(self, rate: float, share: float = 0.0) -> None:
+        """Move the average over the tail by rate towards the weights (1 begins it); a share > 0 ships it, mixed in."""
         for bank in self.banks:
             if bank.group.tail:
                 bank.state["tail"].lerp_(bank.master, rate)
-
-    @torch.no_grad()
-    def blend(self, share: float) -> None:
-        """Once, at the end: every bank with a tail ships the mixture."""
-        works = []
-        for bank in self.banks:
-            if bank.group.tail:
-                bank.blend(share)
-                works.append(bank.gather())
-        for work in filter(None, works):
-            work.wait()
+                if share:
+                    bank.blend(share)
+                    work = bank.gather()
+                    if work is not None:
+                        work.wait()
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that a step changes, by name: what warm-up must restore and a checkpoint must hold."""
@@ -992,7 +984,7 @@ class GPT(nn.Module):
     def __init__(self, c: Config, kernels: Kernels = Kernels()):
         super().__init__()
         self.config, self.kernels, self.table = c, kernels, layer_table(c)
-        self.squash = Squash(c.logit_cap, c.logit_shift, c.logit_width)
+        self.squash = Squash(*c.squash)
         dtype, width = kernels.dtype, c.num_heads * c.head_dim
         self.embed = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
         self.value_embeds = nn.Parameter(torch.empty(c.padded_vocab, len(c.value_layers) * width, dtype=dtype))
@@ -1066,8 +1058,8 @@ class GPT(nn.Module):
             return self.squash(F.linear(x, self.head))
         targets = further_targets(targets_BT, segments, len(view.weights))
         size = self.config.pool_rows if self.training else len(x)
-        return sum(self.pool_loss(x[i:i + size].flatten(0, 1), targets[:, i:i + size].flatten(1), view, i // size)
-                   for i in range(0, len(x), size))
+        pools = zip(x.split(size), targets.split(size, 1))
+        return sum(self.pool_loss(part.flatten(0, 1), goal.flatten(1), view, i) for i, (part, goal) in enumerate(pools))
 
     def pool_loss(self, x: Tensor, targets: Tensor, view: View, pool: int) -> Tensor:
         """Loss of one pool of rows: [T, E], [K, T] -> scalar, over all ids or over the pool's own candidates."""
@@ -1827,9 +1819,7 @@ def train_step(run: Run, step: int, batch: Batch) -> Tensor:
         view = view._replace(pool=view.pool + len(inputs) // c.pool_rows)
     norms = run.optimizer.step(lr_scale_at(c, step), momentum_at(c, step))
     if tail_rate_at(c, step):
-        run.optimizer.average(tail_rate_at(c, step))
-    if c.tail_blend and step == c.num_steps - 1:
-        run.optimizer.blend(c.tail_blend)
+        run.optimizer.average(tail_rate_at(c, step), c.tail_blend if step == c.num_steps - 1 else 0.0)
     stats = torch.cat((loss[None], norms))
     if run.world.size > 1:
         dist.all_reduce(stats)
