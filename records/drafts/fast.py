@@ -106,9 +106,8 @@ class Config:
     # Optimizer; betas and decays stand in the table of families
     lr_matrix: float = 0.023               # NorMuon, hidden matrices
     lr_embed: float = 0.6                  # Adam, token and value embeddings
-    lr_head: float = 0.008                 # Adam, output head
+    lr_head: float = 0.008                 # Adam, output head and gates
     lr_scalar: float = 0.04                # Adam, mixing scalars
-    lr_gate: float = 0.008                 # Adam, gates
     lr_table: float = 0.56                 # row-wise RMS steps, hashed n-gram table
     adam_eps: float = 1e-10                # zero-initialised heads need it this small
     momentum_start: float = 0.85
@@ -233,8 +232,8 @@ def check_config(c: Config) -> None:
         need(all(0 <= i < c.num_layers for i in getattr(c, key)),
              f"--{key}={getattr(c, key)}: expected layers from 0 to {c.num_layers - 1}")
     need(len(c.skip) in (0, 2) and c.skip == tuple(sorted(c.skip)), f"--skip={c.skip}: expected two layers in order")
-    need(c.momentum_end < 1 and c.momentum_start < 1, "--momentum_start, --momentum_end: expected less than 1")
-    need(c.cooldown_frac <= 1 and c.tail_frac <= 1, "--cooldown_frac, --tail_frac: expected at most 1")
+    for key in "momentum_start momentum_end cooldown_frac tail_frac".split():
+        need(getattr(c, key) <= 1, f"--{key}={getattr(c, key)}: expected at most 1")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -690,26 +689,23 @@ class RowBank:
         self.weight, device = self.table.data, world.device
         self.state = dict(second=torch.zeros(len(self.weight), device=device),
                           seen=torch.zeros(len(self.weight), dtype=torch.int32, device=device))
-        self.grad_shard = torch.zeros(1, device=device)            # what the step touched, for the log
 
     def reduce(self) -> None:
         """Collect all ranks' ids [M] and gradients [M, C]."""
-        self.ids = torch.cat([ids.flatten() for ids, _ in self.table.touched])
-        grads = self.grad_shard = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
+        ids = torch.cat([ids.flatten() for ids, _ in self.table.touched])
+        self.grad_shard = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
+        self.ids, self.grads = ids, self.grad_shard
         if self.world.size > 1:
-            ids, mine = self.ids, grads
-            self.ids, grads = (t.new_empty(self.world.size * len(t), *t.shape[1:]) for t in (ids, mine))
+            self.ids, self.grads = (t.new_empty(self.world.size * len(t), *t.shape[1:]) for t in (ids, self.grad_shard))
             all_gather(self.ids, ids)
-            all_gather(grads, mine)
-        self.grads = grads
+            all_gather(self.grads, self.grad_shard)
 
     def gather(self) -> None:
-        pass
+        """Nothing: all ranks have made the same update."""
 
     def zero_grad(self) -> None:
         self.table.touched.clear()
-        self.ids = self.grads = None
-        self.grad_shard = self.grad_shard[:1, :1].clone()
+        self.ids = self.grads = self.grad_shard = None
 
 
 class Optimizer:
@@ -1136,7 +1132,7 @@ def rules(c: Config) -> dict[str, dict]:
         ngrams=      ("rows", c.lr_table,      (.0, .95),  1e-15,      .025,  1,     False),   # gradients of few tokens
         head=        ("adam", c.lr_head,       (.5, .95),  c.adam_eps, .75,   1,     True),
         scalars=     ("adam", c.lr_scalar,     (.9, .99),  c.adam_eps, 0.,    1,     False),
-        gates=       ("adam", c.lr_gate,       (.9, .99),  c.adam_eps, .005,  1,     False),
+        gates=       ("adam", c.lr_head,       (.9, .99),  c.adam_eps, .005,  1,     False),
         qk=          ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
         value_out=   ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
         mlp_up=      ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
@@ -1864,10 +1860,11 @@ def warmup(run: Run, log: RunLog) -> None:
         tokens = tokens.flatten()[:1].expand(1, c.val_row_tokens).contiguous().to(device)
         run.model(tokens, tokens, val_view(run, 0))
         run.model.train()
+    for bank, count in zip(run.optimizer.banks, steps):
+        bank.zero_grad()
+        bank.steps = count
     for name, t in tensors.items():
         t.copy_(saved[name])
-    for bank, count in zip(run.optimizer.banks, steps):
-        bank.steps = count
     torch.set_rng_state(rng[0])
     if run.world.is_cuda:
         torch.cuda.set_rng_state(rng[1], device)
