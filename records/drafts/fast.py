@@ -96,7 +96,7 @@ class Config:
     value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)     # layers with a value embedding, each of its own
     skip: tuple[int, ...] = (3, 6)         # from the output of a layer to the input of another, gated
     late_source: int = 7                   # later layers' attention reads this layer's output; taken back at the end
-    table_rows: int = 2_097_152            # hashed rows for each order of n-grams; 0 = no table
+    table_rows: int = 2_097_143            # hashed rows for each order of n-grams, a prime; 0 = no table
     table_orders: tuple[int, ...] = (2, 3)
     block_tokens: int = 128                # granularity of windows and block masks
     attention_scale: float = 0.1
@@ -147,13 +147,13 @@ PRESETS: dict[str, dict] = {
         vocab_size=257, eod_id=256, num_steps=510, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=4,
         val_tokens=0, val_row_tokens=256, val_window_blocks=8, val_every_steps=100, target_loss=0.0,
         model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, mlp_dim=512, long_layers=(1, 3),
-        no_attention_layers=(), value_layers=(0, 2, 3), skip=(0, 2), late_source=1, table_rows=65_536, block_tokens=32,
+        no_attention_layers=(), value_layers=(0, 2, 3), skip=(0, 2), late_source=1, table_rows=65_521, block_tokens=32,
         sample_tokens=400),
     "tiny": dict(
         max_epochs=1, vocab_size=50_257, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, pool_rows=1,
         val_tokens=10_000, val_row_tokens=128, val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3,
         num_heads=2, head_dim=32, qk_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(), value_layers=(0, 2),
-        skip=(0, 2), late_source=1, table_rows=1024, block_tokens=16),
+        skip=(0, 2), late_source=1, table_rows=1021, block_tokens=16),
 }
 CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
                fp8=("auto", "on", "off"), deterministic=("on", "off"))
@@ -853,7 +853,7 @@ def stem(e: Tensor, rows_JBTE: Tensor | None, signs_JBT: Tensor | None, sign_poo
 
 
 NGRAM_FACTORS = ((36_313, 27_191, 14_563), (25_391, 44_203, 17_489))     # of row and sign, for this and earlier tokens
-SIGN_POOL = 8192
+SIGN_POOL = 8191
 
 
 def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...], num_rows: int) -> tuple[Tensor, Tensor]:
@@ -861,25 +861,21 @@ def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...], n
 
     A position whose document has fewer tokens gets the table's last row, which is zero.
     """
-    tokens, out = tokens_BT.long(), ([], [])
+    tokens, rows, signs = tokens_BT.long(), [], []
     for j, order in enumerate(orders):
+        row, sign = (tokens * factors[0] for factors in NGRAM_FACTORS)
+        for back in range(1, order):
+            row, sign = (h ^ shift(tokens, back) * f[back] for h, f in zip((row, sign), NGRAM_FACTORS))
         complete = neighbour(segments_BT, order - 1)
-        for factors, found in zip(NGRAM_FACTORS, out):
-            mixed = tokens * factors[0]
-            for back in range(1, order):
-                mixed = mixed ^ shift(tokens, back) * factors[back]
-            found.append(mixed)
-        out[0][j] = torch.where(complete, out[0][j] % num_rows + j * num_rows, len(orders) * num_rows)
-        out[1][j] = out[1][j] % SIGN_POOL
-    return torch.stack(out[0]), torch.stack(out[1])
+        rows.append(torch.where(complete, row % num_rows + j * num_rows, len(orders) * num_rows))
+        signs.append(sign % SIGN_POOL)
+    return torch.stack(rows), torch.stack(signs)
 
 
 def further_targets(targets_BT: Tensor, segments_BT: Tensor, count: int) -> Tensor:
     """Targets 1, 2, .. count tokens ahead, [K, B, T]; -1 where they are beyond the segment."""
-    rows = [targets_BT]
-    for k in range(1, count):
-        rows.append(torch.where(neighbour(segments_BT, -k), shift(targets_BT, -k, fill=-1), -1))
-    return torch.stack(rows)
+    further = [torch.where(neighbour(segments_BT, -k), shift(targets_BT, -k, fill=-1), -1) for k in range(1, count)]
+    return torch.stack([targets_BT, *further])
 
 
 def rotary_tables(num_positions: int, head_dim: int, base: float, first_window_tokens: int, stretch: float, like: Tensor
@@ -1163,7 +1159,7 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
     groups = {bank: dict(name=bank, params={}, **rule) for bank, rule in rules(c).items()}
     for family, params in claimed(c, model):
         groups[family.bank]["params"].update(params)
-    return [group for group in groups.values() if group["params"]]
+    return [group for group in groups.values() if sum(p.numel() for p in group["params"].values())]
 
 
 @torch.no_grad()
