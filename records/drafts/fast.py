@@ -232,7 +232,9 @@ def check_config(c: Config) -> None:
         need(all(0 <= i < c.num_layers for i in getattr(c, key)),
              f"--{key}={getattr(c, key)}: expected layers from 0 to {c.num_layers - 1}")
     need(len(c.skip) in (0, 2) and c.skip == tuple(sorted(c.skip)), f"--skip={c.skip}: expected two layers in order")
-    for key in "momentum_start momentum_end cooldown_frac tail_frac".split():
+    need(c.late_source < c.num_layers, f"--late_source={c.late_source}: expected a layer, 0 to {c.num_layers - 1}")
+    need(c.momentum_start < 1 and c.momentum_end < 1, "--momentum_start, --momentum_end: expected less than 1")
+    for key in "cooldown_frac tail_frac tail_blend".split():
         need(getattr(c, key) <= 1, f"--{key}={getattr(c, key)}: expected at most 1")
 
 
