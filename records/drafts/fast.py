@@ -1,0 +1,2031 @@
+"""train_gpt: one file that trains a GPT-2-class language model to a target validation loss, fast.
+
+Claim: none yet. This is the fast recipe as a draft, not measured on a GPU; records/drafts/PLAN.md says what comes next.
+
+    python records/drafts/fast.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'    one GPU
+    python records/drafts/fast.py --preset=demo                     the sanity check on a laptop, byte tokens
+    TRAIN_GPT=records/drafts/fast.py python -m pytest records/drafts/test_fast.py
+    python records/drafts/fast.py --help                            every key, its default and what it means
+
+The rooms, in the order in which names flow (a room uses only rooms above it):
+    0 Door   1 Configuration   2 World   3 Kernels   4 Optimizer   5 Model   6 Data   7 Schedules
+    8 Log and checkpoint   9 Training   10 Front door
+"""
+# ----------------------------------------------------------------------------------------------------------------------
+# 0. Door
+# Imports and the text of this very file. Importing has no side effects: no device, no thread, no environment.
+
+import bisect
+import contextlib
+import dataclasses
+import datetime
+import glob
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterable, Iterator, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+SOURCE = Path(__file__).read_text(encoding="utf-8")
+SOURCE += "" if SOURCE.endswith("\n") else "\n"      # the log's fence needs a line of its own
+
+
+class Refusal(Exception):
+    """Bad input. Its text is one readable message: what was found, what was expected, what to do. Exit code 2."""
+
+
+class Failure(Exception):
+    """A run that can't go on: non-finite numbers, no memory. Its text is one readable message. Exit code 1."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. Configuration
+# Every number of a run lives here once. The defaults are the record; presets change a few; --key=value changes one.
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run. Units are in the names; token counts are per step over all ranks."""
+
+    preset: str = "record"                 # name of the preset these values started from
+    # Data
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"    # comma-separated patterns, read in sorted order
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
+    max_epochs: int = 1                    # passes over the training shards that the schedule may take
+    vocab_size: int = 50_257               # ids in use; a dataset.json beside the shards overrides it
+    eod_id: int = 50_256                   # the token that stands before every document
+    # Length and batch
+    num_steps: int = 1285
+    batch_tokens: int = 524_288            # tokens of the largest step over all ranks and micro-steps
+    row_tokens: int = 16_384               # the atom of data: documents are packed into rows, nothing crosses rows
+    micro_rows: int = 4                    # at most this many rows in one forward pass (memory only; 0 = find out)
+    pool_rows: int = 2                     # rows that share one sampled softmax; divides micro_rows
+    stages: str = "fast"                   # which table of stages: batch, window, document clip, rate, candidates, ..
+    # Validation
+    val_tokens: int = 10_485_760           # targets scored: the first of the validation files; 0 = all there are
+    val_row_tokens: int = 65_536           # context of validation
+    val_window_blocks: int = 20            # long window of validation, wider than any in training
+    val_every_steps: int = 0               # 0 = only at the end
+    target_loss: float = 3.28              # stop and say so when validation reaches it; 0 = run to the end
+    # Model
+    model_dim: int = 768
+    num_layers: int = 11
+    num_heads: int = 6
+    head_dim: int = 128                    # of the values
+    qk_dim: int = 128                      # of queries and keys
+    mlp_dim: int = 3072
+    long_layers: tuple[int, ...] = (3, 10)          # layers that see the whole window; others see half of it
+    no_attention_layers: tuple[int, ...] = (6,)
+    value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)     # layers with a value embedding, each of its own
+    skip: tuple[int, ...] = (3, 6)         # from the output of a layer to the input of another, gated
+    late_source: int = 7                   # later layers' attention reads this layer's output; taken back at the end
+    table_rows: int = 2_097_143            # hashed rows for each order of n-grams, a prime; 0 = no table
+    table_orders: tuple[int, ...] = (2, 3)
+    block_tokens: int = 128                # granularity of windows and block masks
+    attention_scale: float = 0.1
+    rotary_base: float = 1024.0
+    squash: tuple[float, ...] = (23.0, 5.0, 7.5)     # cap, shift, width: logits become cap sigmoid((z + shift) / width)
+    negatives_correction: float = 0.0      # 1: drawn negatives stand for all (unbiased normaliser); 0: not
+    # Optimizer; betas and decays stand in the table of families
+    lr_matrix: float = 0.023               # NorMuon, hidden matrices
+    lr_embed: float = 0.6                  # Adam, token and value embeddings
+    lr_head: float = 0.008                 # Adam, output head and gates
+    lr_scalar: float = 0.04                # Adam, mixing scalars
+    lr_table: float = 0.56                 # row-wise RMS steps, hashed n-gram table
+    adam_eps: float = 1e-10                # zero-initialised heads need it this small
+    momentum_start: float = 0.85
+    momentum_end: float = 0.95
+    momentum_warmup_frac: float = 0.25
+    momentum_cooldown_frac: float = 0.04   # back to the start over the last part of the run
+    cooldown_frac: float = 0.8             # last part of the run with a linearly falling rate
+    lr_floor: float = 0.3                  # the rate it falls to, relative
+    tail_frac: float = 0.25                # last part of the run whose weights are averaged (time constant: a third)
+    tail_blend: float = 0.5                # share of the average in the final weights; 0 = none
+    # Machine
+    seed: int = 0
+    compile: str = "auto"                  # auto (on with a GPU) | on | off
+    attention: str = "auto"                # auto | flex (FlexAttention) | dense (reference)
+    fp8: str = "auto"                      # auto (where the device has it) | on | off: output head in training
+    deterministic: str = "off"             # on: same seed, same hardware, same losses, bit for bit; slower
+    # Output
+    log_dir: str = "logs"
+    log_every_steps: int = 10
+    profile_steps: int = 0                 # so many steps (from step 5 on) into a Chrome trace beside the log
+    sample_tokens: int = 0                 # so many generated tokens at the end (byte vocabularies only)
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def batch_rows(self) -> int:
+        return self.batch_tokens // self.row_tokens
+
+
+PRESETS: dict[str, dict] = {
+    "record": {},
+    "sprint": dict(num_steps=465, batch_tokens=262_144, target_loss=3.48, val_tokens=2_097_152, max_epochs=2),
+    "demo": dict(
+        train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
+        vocab_size=257, eod_id=256, num_steps=510, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=4,
+        val_tokens=0, val_row_tokens=256, val_window_blocks=8, val_every_steps=100, target_loss=0.0,
+        model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, mlp_dim=512, long_layers=(1, 3),
+        no_attention_layers=(), value_layers=(0, 2, 3), skip=(0, 2), late_source=1, table_rows=65_521, block_tokens=32,
+        sample_tokens=400),
+    "tiny": dict(
+        max_epochs=1, vocab_size=50_257, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, pool_rows=1,
+        val_tokens=10_000, val_row_tokens=128, val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3,
+        num_heads=2, head_dim=32, qk_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(), value_layers=(0, 2),
+        skip=(0, 2), late_source=1, table_rows=1021, block_tokens=16),
+}
+CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
+               fp8=("auto", "on", "off"), deterministic=("on", "off"))
+SWITCH_WORDS = {"true": "on", "1": "on", "yes": "on", "false": "off", "0": "off", "no": "off"}
+HARMLESS_KEYS = ("seed", "log_dir", "micro_rows", "train_files", "val_files")     # overrides that change no curve
+
+
+def parse_value(key: str, kind: type, text: str):
+    """Text of --key=text as a value of the field's type; raises Refusal with one line."""
+    try:
+        if kind is int:
+            return 0 if key == "micro_rows" and text == "auto" else int(text)
+        if kind is float:
+            return float(text)
+        if kind is str:
+            text = SWITCH_WORDS.get(text.lower(), text) if "on" in CHOICES.get(key, ()) else text
+            if key in CHOICES and text not in CHOICES[key]:
+                raise ValueError
+            return text
+        return tuple(float(part) if "." in part else int(part) for part in text.split(",") if part)
+    except ValueError:
+        wanted = "one of " + ", ".join(CHOICES[key]) if key in CHOICES else \
+            {int: "a whole number", float: "a number"}.get(kind, "numbers with commas, as 0,4,11")
+        raise Refusal(f"--{key}={text}: expected {wanted}") from None
+
+
+def help_text() -> str:
+    lines = [f"  --{f.name}={getattr(Config(), f.name)}" for f in dataclasses.fields(Config)]
+    return __doc__ + "\nPresets: " + ", ".join(PRESETS) + ". Keys with the record's values:\n" + "\n".join(lines)
+
+
+def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Config, dict]:
+    """argv (without the program) -> (Config, overrides given by hand). Raises Refusal on anything it can't use."""
+    kinds = {f.name: f.type if isinstance(f.type, type) else tuple for f in dataclasses.fields(Config)}
+    texts = {}
+    for arg in argv:
+        key, equals, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or (not equals and "on" not in CHOICES.get(key, ())):
+            raise Refusal(f"{arg}: expected --key=value (see --help)")
+        if key not in kinds:
+            near = [k for k in kinds if key and (key in k or k in key or k[:4] == key[:4])]
+            raise Refusal(f"--{key}: no such key; " + (f"did you mean {', '.join(near)}?" if near else "see --help"))
+        if key in texts:
+            raise Refusal(f"--{key}: given twice")
+        texts[key] = text if equals else "on"
+    overrides = {key: parse_value(key, kinds[key], text) for key, text in texts.items()}
+    preset = overrides.pop("preset", default_preset)
+    config = Config(**{"preset": preset, **PRESETS[preset], **overrides})
+    check_config(config)
+    return config, overrides
+
+
+def check_config(c: Config) -> None:
+    """Raises Refusal when settings can't work together."""
+    def need(ok: bool, text: str) -> None:
+        if not ok:
+            raise Refusal(text)
+
+    for f in dataclasses.fields(c):
+        value = getattr(c, f.name)
+        if isinstance(value, (int, float)):
+            need(0 <= value < 2 ** 63, f"--{f.name}={value}: expected a finite number from 0 to 2^63")
+    for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim "
+                "num_heads head_dim qk_dim mlp_dim pool_rows vocab_size log_every_steps rotary_base").split():
+        need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected more than 0")
+    need(c.batch_tokens % c.row_tokens == 0,
+         f"--batch_tokens={c.batch_tokens}: expected a multiple of row_tokens={c.row_tokens}")
+    for key in ("row_tokens", "val_row_tokens"):
+        need(getattr(c, key) % c.block_tokens == 0,
+             f"--{key}={getattr(c, key)}: expected a multiple of block_tokens={c.block_tokens}")
+    need(c.qk_dim % 4 == 0, f"--qk_dim={c.qk_dim}: expected a multiple of 4 (rotary turns half of each head)")
+    need(c.micro_rows % c.pool_rows == 0, f"--micro_rows={c.micro_rows}: expected multiples of pool_rows={c.pool_rows}")
+    need(c.eod_id < c.vocab_size, f"--eod_id={c.eod_id}: expected less than vocab_size={c.vocab_size}")
+    need(c.vocab_size <= 65_536, f"--vocab_size={c.vocab_size}: shards hold 16-bit tokens, at most 65536")
+    for key in ("long_layers", "no_attention_layers", "value_layers", "skip"):
+        need(all(0 <= i < c.num_layers for i in getattr(c, key)),
+             f"--{key}={getattr(c, key)}: expected layers from 0 to {c.num_layers - 1}")
+    need(len(c.skip) in (0, 2) and c.skip == tuple(sorted(c.skip)), f"--skip={c.skip}: expected two layers in order")
+    need(c.late_source < c.num_layers, f"--late_source={c.late_source}: expected a layer, 0 to {c.num_layers - 1}")
+    need(c.momentum_start < 1 and c.momentum_end < 1, "--momentum_start, --momentum_end: expected less than 1")
+    for key in "cooldown_frac tail_frac tail_blend".split():
+        need(getattr(c, key) <= 1, f"--{key}={getattr(c, key)}: expected at most 1")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. World
+# Which process this is among how many, and on which device. The only room that reads or sets environment variables.
+
+
+@dataclass(frozen=True)
+class World:
+    """rank of size processes, on device. World() is one CPU process without a process group."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def init_world(deterministic: bool = False) -> World:
+    """Read the launcher's variables (torchrun's), take the device and join the group. Raises Refusal."""
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < (2, 11):
+        raise Refusal(f"torch {torch.__version__} found, expected 2.11 or newer: pip install -r requirements.txt")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")     # varying shapes without fragmentation
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local >= count:
+            raise Refusal(f"local rank {local} has no GPU: {count} found; start with --nproc_per_node={count} or fewer")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    if size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10),
+                                device_id=device if device.type == "cuda" else None)
+    return World(rank, size, device)
+
+
+def find_compiler() -> str | None:
+    """Path of the C compiler that torch.compile would call on a CPU, if there is one."""
+    return next(filter(None, map(shutil.which, [os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"])), None)
+
+
+def close_world(world: World) -> None:
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. Kernels
+# The mathematics that hardware cares about: a plain reference for each, at most one fast path, and one switch.
+# Shapes: B rows, T positions, H heads, D head width, V padded vocabulary, N matrices, R x C their sides.
+
+
+class Kernels(NamedTuple):
+    """The switch: what this device runs. dtype is that of weights and activations."""
+
+    compile: bool = False
+    flex: bool = False
+    fp8: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+def choose_kernels(device: torch.device, compile: str = "auto", attention: str = "auto", fp8: str = "auto") -> Kernels:
+    """Fast paths where the device has them, references elsewhere. Raises Refusal for what it can't do."""
+    cuda = device.type == "cuda"
+    compiled = cuda if compile == "auto" else compile == "on"
+    has_fp8 = cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    if fp8 == "on" and not has_fp8:
+        raise Refusal("--fp8=on: this device has no fp8 matrix units (compute capability 8.9 or newer); use --fp8=off")
+    if attention == "flex" and not (cuda and compiled):
+        raise Refusal("--attention=flex: FlexAttention trains only on a GPU and compiled; use --attention=dense")
+    flex = cuda and compiled and attention != "dense"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    return Kernels(compiled, flex, has_fp8 and compiled and fp8 != "off", dtype)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+# Five quintic maps, each the best for what the one before leaves (Polar Express, Amsel et al. 2025).
+POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
+                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+
+
+def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearest semi-orthogonal matrix of each G, up to singular values near 1. [N, R, C] -> same, in dtype.
+
+    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / (1.02 |G|_F), on the smaller side (Jordan).
+    The norm is taken in fp32 without a visible epsilon, so that gradients of any size give the same answer.
+    """
+    X = G_NRC.float()
+    X = (X / (1.02 * X.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)).to(dtype)
+    tall = X.size(-2) > X.size(-1)
+    X = X.mT if tall else X
+    for a, b, c in POLAR_EXPRESS:
+        A = X @ X.mT
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.mT if tall else X
+
+
+class Squash(NamedTuple):
+    """Logits z become cap * sigmoid((z + shift) / width): a softcap that lets right answers stand out (record 54)."""
+
+    cap: float
+    shift: float
+    width: float
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.cap * torch.sigmoid((z.float() + self.shift) / self.width)
+
+
+def further_cross_entropy(logits: Tensor, bias: Tensor, targets: Tensor, weights: tuple[Tensor, ...], squash: Squash
+                          ) -> Tensor:
+    """Sum of weighted cross-entropies in fp32. logits [T, P]; bias [P] is added to squashed logits in the normaliser.
+
+    targets [K, T] are columns of logits, negative ones are left out; row k counts weights[k] (0-D). -> scalar.
+    """
+    lse = (squash(logits) + bias).logsumexp(1)
+    loss = torch.zeros_like(lse[0])
+    for target, weight in zip(targets.long(), weights):
+        at_target = squash(logits.gather(1, target.clamp(min=0)[:, None]))[:, 0]
+        loss = loss + ((lse - at_target) * (target >= 0)).sum() * weight
+    return loss
+
+
+def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
+    """a8 [M, K] row-major times b8 [K, N] column-major, the only layouts the hardware takes, times scale -> bf16."""
+    one, scale = (torch.full((), s, dtype=torch.float32, device=a8.device) for s in (1.0, scale))
+    return torch._scaled_mm(a8, b8, scale_a=scale, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # constants: every micro-batch sees the same scales
+
+
+def head_gradients(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple[Tensor, ...], squash: Squash,
+                   fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """further_cross_entropy of x [T, E] w^T [E, P] and its gradients by x and w, without a second look at the logits.
+
+    Squashed logits lie in (0, cap), so exp needs no maximum. By the logits the gradient is (total softmax - onehots)
+    cap / width sigmoid (1 - sigmoid), total being the weights that count: at most 1.4 with weights 1, 1/2, 1/4.
+    With fp8: e4m3 forward, e5m2 gradient (record 19 of the public race). Reference: plain autograd of GPT.plain_loss.
+    """
+    if fp8:
+        x8, w8 = (x * X_SCALE).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
+        logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), True)
+    else:
+        logits = F.linear(x, w)
+    half = torch.sigmoid((logits.float() + squash.shift) / squash.width)
+    lse = (squash.cap * (half - 1) + bias).exp().sum(1, keepdim=True).log() + squash.cap
+    columns = torch.arange(w.size(0), device=w.device, dtype=targets.dtype)
+    loss, total, onehots = torch.zeros_like(lse[0, 0]), 0.0, 0.0
+    for target, weight in zip(targets, weights):
+        target, weight = target[:, None], (target >= 0)[:, None] * weight
+        loss = loss + ((lse - squash(logits.gather(1, target.clamp(min=0).long()))) * weight).sum()
+        total, onehots = total + weight, onehots + (columns == target) * weight
+    slope = half * (1 - half) * (squash.cap / squash.width)
+    grad = ((squash.cap * half + bias - lse).exp() * total - onehots) * slope
+    if not fp8:
+        grad = grad.to(x.dtype)
+        return loss, grad @ w, grad.t() @ x
+    g8 = (grad * G_SCALE).to(torch.float8_e5m2)
+    dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), False)
+    dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), False)
+    return loss, dx, dw
+
+
+class HeadLoss(torch.autograd.Function):
+    """head_gradients as a differentiable scalar; gradients (a compiled head_gradients) does the work in forward."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, targets, weights, squash, fp8, gradients):
+        loss, dx, dw = gradients(x, w, bias, targets, weights, squash, fp8)
+        ctx.save_for_backward(dx, dw)
+        return loss
+
+    @staticmethod
+    def backward(ctx, upstream):
+        dx, dw = ctx.saved_tensors
+        return dx * upstream.to(dx.dtype), dw * upstream.to(dw.dtype), None, None, None, None, None, None
+
+
+def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """count ids for a softmax over a sample: all distinct targets, then others as a fixed walk over all ids finds them.
+
+    -> ids [count], each once; column of each id [vocab], -1 where it is left out; number of distinct targets, 0-D.
+    The walk visits (start + j) * 20011 mod vocab, so that moving windows reach every id equally often. No sort, no
+    host synchronisation (sampled softmax of record 92). Should targets alone exceed count, the last ones are left out.
+    """
+    device = targets.device
+    stride = next(s for s in (20_011, 10_007, 7919, 1) if math.gcd(s, vocab) == 1)
+    walk = (torch.arange(vocab, device=device) + start % vocab) * stride % vocab
+    is_target = torch.zeros(vocab + 1, dtype=torch.int32, device=device)
+    is_target.scatter_(0, torch.where(targets < 0, vocab, targets).flatten().long(), 1)
+    found = is_target[walk]
+    num_targets = found.sum()
+    order = torch.where(found > 0, found.cumsum(0) - 1, num_targets + (1 - found).cumsum(0) - 1)
+    order = torch.where(order < count, order, count)
+    ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, order, walk)[:count]
+    columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, order)
+    return ids, columns.masked_fill(columns == count, -1), num_targets
+
+
+def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
+    """x [B, T, ..] moved later by distance positions along each row (negative: earlier)."""
+    pad = (0, 0) * (x_BT.ndim - 2) + ((distance, 0) if distance > 0 else (0, -distance))
+    x = F.pad(x_BT, pad, value=fill)
+    return x[:, :x_BT.size(1)] if distance > 0 else x[:, -distance:]
+
+
+class Mask(NamedTuple):
+    """Who sees whom: causal, same segment, and at most so many blocks back. One of dense and blocks is set."""
+
+    segments_BT: Tensor
+    previous_BT: Tensor | None = None            # where keys take a half from the token before (partial key offset)
+    dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
+    blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists: partial, full, and both transposed
+
+
+def segment_ids(tokens_BT: Tensor, eod_id: int) -> Tensor:
+    """Number of document starts up to each position of its row: the one rule of what belongs together. int32 [B, T]."""
+    return (tokens_BT == eod_id).cumsum(1, dtype=torch.int32)
+
+
+def neighbour(segments_BT: Tensor, distance: int) -> Tensor:
+    """Whether the token distance places before (negative: after) is of the same segment, [B, T]: the one rule again."""
+    return shift(segments_BT, distance, fill=-1) == segments_BT
+
+
+def dense_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
+    """Reference mask: query i sees key j <= i of its segment, at most window_blocks blocks (own one included) back."""
+    i = torch.arange(segments_BT.size(1), device=segments_BT.device)
+    near = (i[:, None] >= i) & (i[:, None] // block - i // block < window_blocks)
+    same = segments_BT[:, :, None] == segments_BT[:, None, :]
+    return Mask(segments_BT, dense=(near & same)[:, None])
+
+
+def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
+    """The same rule as lists of blocks, built on the device without a search, sort or dense mask.
+
+    Segment ids only grow along a row, so everything a block of queries i sees is one run of key blocks [low, i], and
+    what it sees wholly is the run [full_low, i - 1]; likewise for the queries [j, high] that see a block of keys j.
+    """
+    first, last = segments_BT[:, ::block], segments_BT[:, block - 1::block]
+    n = first.size(1)
+    i = torch.arange(n, device=first.device)
+    farthest, latest = i - window_blocks + 1, i + window_blocks - 1
+
+    def count(condition: Tensor) -> Tensor:
+        return condition.sum(-1, dtype=torch.int32)
+
+    low = torch.maximum(count(last[:, None, :] < first[:, :, None]), farthest).clamp(min=0)
+    full_low = torch.minimum(torch.maximum(count(first[:, None, :] < last[:, :, None]), low), i)
+    high = torch.minimum(count(first[:, None, :] <= last[:, :, None]) - 1, latest)
+    full_high = torch.maximum(torch.minimum(count(last[:, None, :] <= first[:, :, None]) - 1, latest), i)
+    lists = []
+    for num, begin, own in ((full_low - low + 1, low, "last"),          # partial keys: [low, full_low - 1], then i
+                            (high - full_high + 1, full_high, "first"),   # partial queries: i, [full_high + 1, high]
+                            (i - full_low, full_low, None),               # full keys: [full_low, i - 1]
+                            (full_high - i, i + 1, None)):                # full queries: [i + 1, full_high]
+        run = begin.expand_as(low)[:, :, None] + i                        # [B, blocks, blocks]: the first num count
+        if own:
+            run = torch.where(i == (num[:, :, None] - 1 if own == "last" else 0), i[:, None], run)
+        lists += [t.to(torch.int32)[:, None].contiguous() for t in (num, run.clamp(max=n - 1))]
+    return Mask(segments_BT, blocks=tuple(lists))
+
+
+def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
+    """softmax(scale * q.k) v under the mask: FlexAttention over the block lists, or SDPA over the dense mask."""
+    q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
+    if mask.blocks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale).transpose(1, 2)
+    segments = mask.segments_BT
+
+    def rule(b, h, i, j):
+        return (i >= j) & (segments[b, i] == segments[b, j])
+
+    kv_num, kv, q_num, qs, full_kv_num, full_kv, full_q_num, full_q = mask.blocks
+    lists = BlockMask((q.size(2), q.size(2)), kv_num, kv, full_kv_num, full_kv, q_num, qs, full_q_num, full_q,
+                      BLOCK_SIZE=(block, block), mask_mod=rule)
+    return flex_attention(q, k, v, block_mask=lists, scale=scale).transpose(1, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4. Optimizer
+# Pure update rules, and one class that shards them over the ranks: reduce gradients, update a shard, gather weights.
+# It knows groups of parameters and nothing of models, layers or schedules. With one rank the collectives vanish.
+
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)      # the new names of torch 2.13
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Group(NamedTuple):
+    """Parameters that share one rule and one rate.
+
+    kind: muon (matrices [.., R, C] of one shape) | adam (any) | rows (one table [R, C] that is looked up by row).
+    A rows parameter has no .grad but .touched: a list of (ids [..], looked-up rows [.., C] whose .grad is wanted).
+    """
+
+    name: str
+    kind: str
+    params: dict[str, nn.Parameter]
+    lr: float
+    betas: tuple[float, float] = (0.8, 0.95)
+    eps: float = 1e-10
+    decay: float = 0.0           # cautious: only where the step goes towards zero anyway
+    every: int = 1               # update on every so-manieth step, with the gradients of all steps since
+    tail: bool = False           # whether the final weights are blended with an average over the tail of the run
+
+
+def cautious_step(weight: Tensor, step: Tensor, decay: Tensor) -> None:
+    """W <- W - step - decay W where the step shrinks W (cautious weight decay, Chen et al. 2025). In place."""
+    weight.sub_(step + decay * weight * (step * weight > 0))
+
+
+def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, second: Tensor, lr: Tensor, momentum: Tensor,
+                beta2: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+    """NorMuon (Li et al. 2025) on a stack [N, R, C]: Muon with a variance for each of the max(R, C) neurons.
+
+    M <- mu M + (1 - mu) G;  O = orth((1 - mu) G + mu M);  v <- b v + (1 - b) mean over the short side of O^2
+    O <- O / sqrt(v), rescaled to its old norm;  W <- W - lr sqrt(max(1, R/C)) O, cautiously decayed by decay lr^2 ..
+    In place: weight, momentum_buffer, second (v, [N, R, 1] or [N, 1, C]).
+    """
+    grad = grad.float()
+    momentum_buffer.mul_(momentum).add_(grad * (1 - momentum))
+    update = orthogonalize(grad * (1 - momentum) + momentum_buffer * momentum, dtype).float()
+    side = -1 if second.size(-1) == 1 else -2
+    second.mul_(beta2).add_(update.square().mean(side, keepdim=True) * (1 - beta2))
+    scaled = update * second.clamp(min=1e-20).rsqrt()
+    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
+    scaled = scaled * (before / after.clamp(min=1e-20))
+    rate = lr * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
+    cautious_step(weight, rate * scaled, decay * lr * rate)
+
+
+def adam_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, lr: Tensor, bias1: Tensor,
+                bias2: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor, decay: Tensor) -> None:
+    """Adam (Kingma & Ba 2015), bias-corrected, any shape, decayed by decay lr^2. In place: weight and both averages."""
+    grad = grad.float()
+    exp_avg.mul_(beta1).add_(grad * (1 - beta1))
+    exp_avg_sq.mul_(beta2).add_(grad * grad * (1 - beta2))
+    cautious_step(weight, lr / bias1 * exp_avg / ((exp_avg_sq / bias2).sqrt() + eps), decay * lr * lr)
+
+
+def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
+    """Sums of the gradients [M, C] of equal ids [M] -> as many slots: distinct ids in order, then unused; their sums.
+
+    Static shapes and no host synchronisation; the order of every sum follows from ids alone (the backward pass of an
+    embedding sorts stably and adds in fp32), so that all ranks get the same bits.
+    """
+    ordered, place = ids.sort(stable=True)
+    slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
+    distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
+    slots = torch.empty_like(slot).scatter_(0, place, slot)
+    return distinct, torch.ops.aten.embedding_dense_backward(grads, slots, len(ids), -1, False)
+
+
+def rows_update(rows: Tensor, grad: Tensor, second: Tensor, age: Tensor, used: Tensor, lr: Tensor, beta2: Tensor,
+                eps: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Row-wise RMS steps without momentum (record 92): new rows [M, C] and second moments [M] of touched rows.
+
+    v <- b^age v + (1 - b) mean of G^2, age being the updates since the row's last one;  p <- p - lr G / sqrt(v).
+    """
+    weight, grad = rows.float(), grad.float() * used[:, None]
+    second = second * beta2 ** age + (1 - beta2) * grad.square().mean(1)
+    cautious_step(weight, lr * grad / (second.sqrt() + eps)[:, None], decay * lr * lr)
+    return weight.to(rows.dtype), second
+
+
+class Bank:
+    """A group's parameters as views of one padded buffer, so that one collective and one batched kernel serve all.
+
+    Muon banks are [N, R, C], Adam banks flat. Each rank owns 1/size of the first dimension: its shard has an exact
+    fp32 master copy (the weights themselves where these are fp32) and the optimizer state.
+    """
+
+    def __init__(self, group: Group, world: World):
+        self.group, self.world, self.steps = group, world, 0
+        params = list(group.params.values())
+        unit = params[0].shape[-2:] if group.kind == "muon" else ()
+        align = 1 if group.kind == "muon" else 128       # keeps every view 256-byte aligned
+        counts = [round_up(p.numel() // math.prod(unit), align) for p in params]
+        total = round_up(sum(counts), align * world.size)
+        self.weight = torch.zeros(total, *unit, dtype=params[0].dtype, device=world.device)
+        self.grad = torch.zeros_like(self.weight)
+        self.offsets = {}
+        start = 0
+        for (name, p), count in zip(group.params.items(), counts):
+            self.offsets[name] = start
+            stop = start + p.numel() // math.prod(unit)
+            self.weight[start:stop].view(p.shape).copy_(p.data)
+            p.data = self.weight[start:stop].view(p.shape)
+            p.grad = self.grad[start:stop].view(p.shape)
+            start += count
+        size = total // world.size
+        self.weight_shard = self.weight[world.rank * size:(world.rank + 1) * size]
+        self.grad_shard = self.grad if world.size == 1 else torch.zeros_like(self.weight_shard)
+        self.master = self.weight_shard if self.weight.dtype == torch.float32 else self.weight_shard.float()
+        if group.kind == "muon":
+            short_side = -1 if unit[0] >= unit[1] else -2
+            self.state = dict(momentum=torch.zeros_like(self.master),
+                              second=torch.zeros_like(self.master.select(short_side, 0).unsqueeze(short_side)))
+        else:
+            self.state = dict(exp_avg=torch.zeros_like(self.master), exp_avg_sq=torch.zeros_like(self.master))
+        if group.tail:
+            self.state["tail"] = torch.zeros_like(self.master)
+
+    def reduce(self):
+        """Start summing gradients over the ranks into this rank's shard."""
+        if self.world.size > 1:
+            return reduce_scatter(self.grad_shard, self.grad, op=dist.ReduceOp.SUM, async_op=True)
+
+    def gather(self):
+        """Start collecting all ranks' new weights."""
+        if self.master is not self.weight_shard:
+            self.weight_shard.copy_(self.master)
+        if self.world.size > 1:
+            return all_gather(self.weight, self.weight_shard, async_op=True)
+
+    def blend(self, share: float) -> None:
+        """Mix the tail's average into the weights, and give them back the norm they had (record 92)."""
+        dims = (-2, -1) if self.group.kind == "muon" else (0,)
+        mixed = self.master.lerp(self.state["tail"], share)
+        squares = torch.stack([t.square().sum(dims, keepdim=True) for t in (self.master, mixed)])
+        if self.group.kind == "adam" and self.world.size > 1:      # a shard's border may cut a parameter
+            dist.all_reduce(squares)
+        self.master.copy_(mixed * (squares[0] / squares[1].clamp(min=1e-30)).sqrt())
+
+    def zero_grad(self) -> None:
+        self.grad.zero_()
+
+
+class RowBank:
+    """A table of which a step touches few rows. Every rank holds all of it and makes the same update.
+
+    Ids and gradients of the touched rows are collected in the order of the step's rows, whatever the ranks. The
+    table's last row belongs to nobody and stays as it is: lookups without an answer and free slots point there.
+    """
+
+    def __init__(self, group: Group, world: World):
+        self.group, self.world, self.steps = group, world, 0
+        self.table, = group.params.values()
+        self.weight, device = self.table.data, world.device
+        self.state = dict(second=torch.zeros(len(self.weight), device=device),
+                          seen=torch.zeros(len(self.weight), dtype=torch.int32, device=device))
+
+    def reduce(self) -> None:
+        """Collect all ranks' ids [M] and gradients [M, C]."""
+        ids = torch.cat([ids.flatten() for ids, _ in self.table.touched])
+        self.grad_shard = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
+        self.ids, self.grads = ids, self.grad_shard
+        if self.world.size > 1:
+            self.ids, self.grads = (t.new_empty(self.world.size * len(t), *t.shape[1:]) for t in (ids, self.grad_shard))
+            all_gather(self.ids, ids)
+            all_gather(self.grads, self.grad_shard)
+
+    def gather(self) -> None:
+        """Nothing: all ranks have made the same update."""
+
+    def zero_grad(self) -> None:
+        self.table.touched.clear()
+        self.ids = self.grads = self.grad_shard = None
+
+
+class Optimizer:
+    """All groups. step() overlaps each bank's communication with its neighbours' updates."""
+
+    def __init__(self, groups: list[Group], world: World, compile: bool, dtype: torch.dtype):
+        self.world, self.dtype = world, dtype
+        self.banks = [(RowBank if group.kind == "rows" else Bank)(group, world) for group in groups]
+        self.muon_update, self.adam_update, self.rows_update = muon_update, adam_update, rows_update
+        if compile:                         # one graph for flat banks of all lengths, one for all numbers of rows
+            self.muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
+            self.adam_update = torch.compile(adam_update, dynamic=True, fullgraph=True)
+            self.rows_update = torch.compile(rows_update, dynamic=True, fullgraph=True)
+
+    @torch.no_grad()
+    def step(self, lr_scale: float, momentum: float) -> Tensor:
+        """One update of everything due; zeroes its gradients. -> squared gradient norm of each bank's shard, [banks];
+        0 for a bank that waits for a later step."""
+        for bank in self.banks:
+            bank.steps += 1
+        due = [bank for bank in self.banks if bank.steps % bank.group.every == 0]
+        pending = [bank.reduce() for bank in due]
+        norms = {bank.group.name: torch.zeros((), device=self.world.device) for bank in self.banks}
+        gathers = []
+        for bank, work in zip(due, pending):
+            if work is not None:
+                work.wait()
+            norms[bank.group.name] = torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square()
+            self.update(bank, lr_scale, momentum)
+            gathers.append(bank.gather())
+        for bank, work in zip(due, gathers):
+            if work is not None:
+                work.wait()
+            bank.zero_grad()
+        return torch.stack(list(norms.values()))
+
+    def update(self, bank: Bank | RowBank, lr_scale: float, momentum: float) -> None:
+        # 0-D CPU tensors: new values don't recompile, and no number is baked into the compiler's cache on disk, which
+        # with dynamic=True hands the graph of one beta to a run with another (torch 2.13).
+        group, scalar, updates = bank.group, torch.tensor, bank.steps // bank.group.every
+        lr, (beta1, beta2), decay = scalar(group.lr * lr_scale), map(scalar, group.betas), scalar(group.decay)
+        if group.kind == "muon":
+            self.muon_update(bank.master, bank.grad_shard, bank.state["momentum"], bank.state["second"], lr,
+                             scalar(momentum), beta2, decay, self.dtype)
+        elif group.kind == "adam":
+            bias1, bias2 = (scalar(1 - beta ** updates) for beta in group.betas)
+            self.adam_update(bank.master, bank.grad_shard, bank.state["exp_avg"], bank.state["exp_avg_sq"], lr,
+                             bias1, bias2, beta1, beta2, scalar(group.eps), decay)
+        else:
+            unused = len(bank.weight) - 1
+            ids, grads = merge_rows(bank.ids, bank.grads, unused)
+            age = updates - bank.state["seen"][ids]
+            rows, second = self.rows_update(bank.weight[ids], grads, bank.state["second"][ids], age, ids < unused, lr,
+                                            beta2, scalar(group.eps), decay)
+            bank.weight[ids], bank.state["second"][ids] = rows, second
+            bank.state["seen"][ids] = torch.full_like(age, updates)
+
+    @torch.no_grad()
+    def average(self, rate: float, share: float = 0.0) -> None:
+        """Move the average over the tail by rate towards the weights (1 begins it); a share > 0 ships it, mixed in."""
+        for bank in self.banks:
+            if bank.group.tail:
+                bank.state["tail"].lerp_(bank.master, rate)
+                if share:
+                    bank.blend(share)
+                    work = bank.gather()
+                    if work is not None:
+                        work.wait()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a step changes, by name: what warm-up must restore and a checkpoint must hold."""
+        out = {}
+        for bank in self.banks:
+            out |= {f"{bank.group.name}.{key}": getattr(bank, key) for key in ("weight", "grad", "master")
+                    if bank.group.kind != "rows" or key == "weight"}
+            out |= {f"{bank.group.name}.{key}": value for key, value in bank.state.items()}
+        return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5. Model
+# A GPT of rows of tokens. Topology is a table with one row per layer; parameters are a table with one row per family.
+# Shapes: B rows, T positions, H heads, D head width, E model width. No collectives, files, clocks or environment.
+
+
+class Layer(NamedTuple):
+    """One row of the topology table."""
+
+    attention: str | None        # "long" (whole window), "short" (half of it), None
+    value_table: int | None      # which value embedding is mixed into the values
+    skip_from: int | None        # add the output of this earlier layer to the input, gated
+    source: int | None           # attention reads the output of this earlier layer instead of the layer's input
+
+
+def layer_table(c: Config) -> list[Layer]:
+    """Record 89's topology at any depth: few long layers, one skip, late attention that reads one earlier layer."""
+    table = []
+    for i in range(c.num_layers):
+        attention = None if i in c.no_attention_layers else "long" if i in c.long_layers else "short"
+        value = c.value_layers.index(i) if attention and i in c.value_layers else None
+        source = c.late_source if attention and i > c.late_source else None
+        table.append(Layer(attention, value, c.skip[0] if c.skip[1:] == (i,) else None, source))
+    return table
+
+
+class View(NamedTuple):
+    """What a forward pass is asked for besides its tokens. A step changes these numbers, never the graph."""
+
+    window: int                            # long window, in blocks
+    trained: tuple[int, int] = (1, 1)      # first and latest long window of training: rotary tables stretch along
+    weights: tuple[float, ...] = (1.0,)    # of the next target, the one after, ..
+    candidates: int = 0                    # ids in the training softmax, 0 = all
+    pool: int = 0                          # running number of this batch's first pool: where the negatives start
+
+
+GATE_DIMS = 16                             # gates look at so many channels
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    """[.., E] -> one number per row of weight [G, GATE_DIMS] from the first channels (record 28), [.., G]."""
+    return F.linear(x[..., :weight.size(-1)], weight)
+
+
+def add_skip(x: Tensor, skip: Tensor, weight: Tensor, gates: Tensor) -> Tensor:
+    return x + weight * 2 * torch.sigmoid(gate(x, gates)) * skip
+
+
+def stem(e: Tensor, rows_JBTE: Tensor | None, signs_JBT: Tensor | None, sign_pool: Tensor, has_previous: Tensor,
+         smear: Tensor, gates: Tensor, mix: Tensor) -> tuple[Tensor, ...]:
+    """Token embeddings and looked-up n-gram rows -> x0, the n-gram vector, first input and its norm, each [B, T, E].
+
+    Smear: some of the token before is added (record 34). Signs: rows that share a slot by accident point elsewhere.
+    """
+    e = e + smear * torch.sigmoid(gate(e, gates)) * shift(e) * has_previous[..., None]
+    x0, ngram = norm(e), None
+    x = 1.0 * x0
+    if rows_JBTE is not None:
+        ngram = (rows_JBTE * sign_pool[signs_JBT]).sum(0)
+        x = x + mix * ngram
+    return x0, ngram, x, norm(x)
+
+
+NGRAM_FACTORS = ((36_313, 27_191, 14_563), (25_391, 44_203, 17_489))     # of row and sign, for this and earlier tokens
+SIGN_POOL = 8191
+
+
+def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...], num_rows: int) -> tuple[Tensor, Tensor]:
+    """Rows of a table [len(orders) num_rows + 1, E] and signs of the pool, [J, B, T], by hashes of the last n tokens.
+
+    A position whose document has fewer tokens gets the table's last row, which is zero.
+    """
+    tokens, rows, signs = tokens_BT.long(), [], []
+    for j, order in enumerate(orders):
+        row, sign = (tokens * factors[0] for factors in NGRAM_FACTORS)
+        for back in range(1, order):
+            row, sign = (h ^ shift(tokens, back) * f[back] for h, f in zip((row, sign), NGRAM_FACTORS))
+        complete = neighbour(segments_BT, order - 1)
+        rows.append(torch.where(complete, row % num_rows + j * num_rows, len(orders) * num_rows))
+        signs.append(sign % SIGN_POOL)
+    return torch.stack(rows), torch.stack(signs)
+
+
+def further_targets(targets_BT: Tensor, segments_BT: Tensor, count: int) -> Tensor:
+    """Targets 1, 2, .. count tokens ahead, [K, B, T]; -1 where they are beyond the segment."""
+    further = [torch.where(neighbour(segments_BT, -k), shift(targets_BT, -k, fill=-1), -1) for k in range(1, count)]
+    return torch.stack([targets_BT, *further])
+
+
+def rotary_tables(num_positions: int, head_dim: int, base: float, first_window_tokens: int, stretch: float, like: Tensor
+                  ) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, D/2], kept in like's precision. The upper half of the pairs stands still (half-truncated).
+
+    With a window stretched by s, frequencies that turn less than 32 times in the first window slow down, by up to s
+    (YaRN, Peng et al. 2023); the tables grow a little, so that scores get 1 + 0.2 ln s times sharper.
+    """
+    quarter = head_dim // 4
+    freq = (1 / base) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device)
+    kept = ((first_window_tokens * freq / (2 * math.pi) - 1) / 31).clamp(0, 1)
+    freq = freq * (kept + (1 - kept) / stretch)
+    angle = torch.arange(num_positions, dtype=torch.float32, device=like.device)[:, None] * F.pad(freq, (0, quarter))
+    size = (1 + 0.2 * math.log(stretch)) ** 0.5
+    return (size * angle.cos()).to(like.dtype)[:, None], (size * angle.sin()).to(like.dtype)[:, None]
+
+
+def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (j, j + D/2) by their position's angle (RoPE, Su et al. 2021)."""
+    cos, sin = (t.float() for t in rotary)
+    a, b = x_BTHD.float().chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x_BTHD)
+
+
+class Attention(nn.Module):
+    """QK-norm, rotary, values mixed with a gated value embedding, gated output. One gate row per head for each use."""
+
+    def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
+        super().__init__()
+        self.config = c
+        pair = c.qk_dim * (2 - c.num_heads % 2)           # orthogonalised by pairs of heads (record 80)
+        self.qk = nn.Parameter(torch.empty(2 * c.num_heads * c.qk_dim // pair, pair, c.model_dim, dtype=dtype))
+        self.value = nn.Parameter(torch.empty(c.num_heads * c.head_dim, c.model_dim, dtype=dtype))
+        self.out = nn.Parameter(torch.empty(c.num_heads * c.head_dim, c.model_dim, dtype=dtype))      # transposed
+        self.scales = nn.Parameter(torch.empty(2))        # of values and output; on weights, where they cost nothing
+        self.gates = nn.Parameter(torch.empty(2 * c.num_heads, GATE_DIMS, dtype=dtype))
+        if layer.value_table is not None:
+            self.value_gates = nn.Parameter(torch.empty(c.num_heads, GATE_DIMS, dtype=dtype))
+
+    def forward(self, x_BTE: Tensor, ve_BTE: Tensor | None, mask: Mask, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        c, H, half = self.config, self.config.num_heads, GATE_DIMS // 2
+        widths = H * c.qk_dim, H * c.qk_dim, H * c.head_dim
+        weight = torch.cat((self.qk.flatten(0, 1), self.value * self.scales[0]))
+        q, k, v = (t.unflatten(-1, (H, -1)) for t in F.linear(x_BTE, weight).split(widths, -1))
+        q, k = rotate(norm(q), rotary), rotate(norm(k), rotary)
+        still = torch.arange(c.qk_dim, device=k.device) % (c.qk_dim // 2) >= c.qk_dim // 4
+        k = torch.where(mask.previous_BT[:, :, None, None] & still, shift(k), k)      # partial key offset (record 49)
+        if ve_BTE is not None:
+            gates = gate(torch.cat((x_BTE[..., :half], ve_BTE[..., :half]), -1), self.value_gates)
+            v = v + 2 * torch.sigmoid(gates)[..., None] * ve_BTE.view_as(v)
+        y = attend(q, k, v, mask, c.attention_scale, c.block_tokens)
+        output, own = gate(x_BTE, self.gates).unflatten(-1, (2, H, 1)).unbind(2)
+        along = (y * v).float().sum(-1, keepdim=True) / v.float().square().sum(-1, keepdim=True).clamp(min=1e-6)
+        y = y - torch.tanh(own) * along.to(y.dtype) * v                               # XSA: less of the own value
+        y = y * 2 * torch.sigmoid(output)
+        return y.flatten(2) @ (self.out * self.scales[1])
+
+
+class MLP(nn.Module):
+    """W2 relu(W1 x)^2 (So et al. 2021). down is stored transposed, as wide as up."""
+
+    def __init__(self, c: Config, dtype: torch.dtype):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(c.mlp_dim, c.model_dim, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(c.mlp_dim, c.model_dim, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(F.linear(x, self.up)).square() @ (self.down * self.scale)
+
+
+class Block(nn.Module):
+    """x <- a x + b x0 + c ngram + attention(normed); x <- x + mlp(norm x). -> x, norm x.
+
+    The norm for the next block is made here, where x is at hand, and late blocks can share one (record 77).
+    """
+
+    def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
+        super().__init__()
+        self.attention = Attention(c, layer, dtype) if layer.attention else None
+        self.mlp = MLP(c, dtype)
+        self.mix = nn.Parameter(torch.empty(3))
+
+    def forward(self, x, normed, x0, ngram, ve, mask, rotary):
+        x = self.mix[0] * x + self.mix[1] * x0
+        if ngram is not None:
+            x = x + self.mix[2] * ngram
+        if self.attention is not None:
+            x = x + self.attention(normed, ve, mask, rotary)
+        x = x + self.mlp(norm(x))
+        return x, norm(x)
+
+
+class GPT(nn.Module):
+    """tokens [B, T] -> logits, or the summed loss when targets are given. Rows and documents don't see each other."""
+
+    def __init__(self, c: Config, kernels: Kernels = Kernels()):
+        super().__init__()
+        self.config, self.kernels, self.table = c, kernels, layer_table(c)
+        self.squash = Squash(*c.squash)
+        dtype, width = kernels.dtype, c.num_heads * c.head_dim
+        self.embed = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
+        self.value_embeds = nn.Parameter(torch.empty(c.padded_vocab, len(c.value_layers) * width, dtype=dtype))
+        self.ngrams = None
+        if c.table_rows:
+            num_rows = len(c.table_orders) * c.table_rows + 1
+            self.ngrams = nn.Parameter(torch.empty(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
+            self.ngrams.touched = []                  # in place of .grad: see Group
+        signs = torch.randint(0, 2, (SIGN_POOL, c.model_dim), generator=torch.Generator().manual_seed(1), device="cpu")
+        self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
+        self.smear, self.ngram_mix = nn.Parameter(torch.empty(())), nn.Parameter(torch.empty(()))
+        self.smear_gates = nn.Parameter(torch.empty(1, GATE_DIMS, dtype=dtype))
+        self.skip_weights = nn.Parameter(torch.empty(2))                              # skip, taking back
+        self.skip_gates = nn.Parameter(torch.empty(2, 1, GATE_DIMS, dtype=dtype))
+        self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
+        self.head = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
+        self.head_gradients, self.cross_entropy = head_gradients, self.plain_loss
+        self.build_mask, self.add_skip, self.stem = block_mask if kernels.flex else dense_mask, add_skip, stem
+        self.rotary: dict[tuple, tuple[Tensor, Tensor]] = {}    # by row length and windows; not saved
+        if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
+            for block in self.blocks:
+                block.compile(dynamic=False, fullgraph=True)
+            for name in ("stem", "add_skip", "head_gradients", "cross_entropy", "build_mask"):
+                setattr(self, name, torch.compile(getattr(self, name), dynamic=False, fullgraph=True))
+
+    def masks(self, segments: Tensor, window: int) -> dict[str | None, Mask]:
+        """Long layers see window blocks and offset keys, short ones see half of it."""
+        wide, block = torch.full_like(segments[0, 0], window), self.config.block_tokens
+        previous = neighbour(segments, 1)
+        return {"long": self.build_mask(segments, wide, block)._replace(previous_BT=previous),
+                "short": self.build_mask(segments, (wide // 2).clamp(min=1), block)._replace(
+                    previous_BT=torch.zeros_like(previous)), None: None}
+
+    def look_up(self, tokens: Tensor, segments: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """n-gram rows and signs, [J, B, T, ..]. In training the rows are leaves whose gradients the optimizer wants."""
+        if self.ngrams is None:
+            return None, None
+        ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
+        rows = F.embedding(ids, self.ngrams)
+        if self.training and torch.is_grad_enabled():
+            self.ngrams.touched.append((ids, rows.requires_grad_()))
+        return rows, signs
+
+    def hidden(self, tokens: Tensor, segments: Tensor, view: View) -> Tensor:
+        """Final normed states [B, T, E]."""
+        c, key = self.config, (tokens.size(1), *view.trained)
+        if key not in self.rotary:
+            first, last = view.trained
+            self.rotary[key] = rotary_tables(key[0], c.qk_dim, c.rotary_base, first * c.block_tokens, last / first,
+                                             self.embed)
+        masks = self.masks(segments, view.window)
+        x0, ngram, x, normed = self.stem(
+            F.embedding(tokens, self.embed), *self.look_up(tokens, segments), self.sign_pool,
+            neighbour(segments, 1), self.smear, self.smear_gates, self.ngram_mix)
+        ves = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)     # one gather for all
+        xs, norms = [], []
+        for layer, block in zip(self.table, self.blocks):
+            if layer.skip_from is not None:      # outside of the block: fewer kinds of blocks, fewer graphs to compile
+                x = self.add_skip(x, xs[layer.skip_from], self.skip_weights[0], self.skip_gates[0])
+            ve = None if layer.value_table is None else ves[layer.value_table]
+            source = normed if layer.source is None else norms[layer.source]
+            x, normed = block(x, source, x0, ngram, ve, masks[layer.attention], self.rotary[key])
+            xs.append(x)
+            norms.append(normed)
+        return norm(self.add_skip(x, xs[c.late_source], self.skip_weights[1], self.skip_gates[1]))      # record 40
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None, view: View) -> Tensor:
+        segments = segment_ids(tokens_BT, self.config.eod_id)
+        x = self.hidden(tokens_BT, segments, view)
+        if targets_BT is None:
+            return self.squash(F.linear(x, self.head))
+        targets = further_targets(targets_BT, segments, len(view.weights))
+        size = self.config.pool_rows if self.training else len(x)
+        pools = zip(x.split(size), targets.split(size, 1))
+        return sum(self.pool_loss(part.flatten(0, 1), goal.flatten(1), view, i) for i, (part, goal) in enumerate(pools))
+
+    def pool_loss(self, x: Tensor, targets: Tensor, view: View, pool: int) -> Tensor:
+        """Loss of one pool of rows: [T, E], [K, T] -> scalar, over all ids or over the pool's own candidates."""
+        w, bias = self.head, torch.zeros(1, device=x.device)
+        if view.candidates:
+            V, P = len(w), view.candidates
+            ids, columns, n = candidate_set(targets, V, P, (view.pool + pool) * P)
+            targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
+            w = w.index_select(0, ids)
+            stand_for = ((V - n) / (P - n).clamp(min=1)).clamp(min=1).log() * self.config.negatives_correction
+            bias = torch.where(torch.arange(P, device=x.device) < n, 0.0, stand_for)
+        weights = tuple(map(torch.tensor, view.weights))         # 0-D on the CPU: new values, the same graph
+        if self.training and self.kernels.compile:
+            return HeadLoss.apply(x, w, bias, targets, weights, self.squash, self.kernels.fp8, self.head_gradients)
+        return self.cross_entropy(x, w, bias, targets, weights)
+
+    def plain_loss(self, x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """Reference of the head: [T, E] -> summed loss. Also what validation uses."""
+        return further_cross_entropy(F.linear(x, w), bias, targets, weights, self.squash)
+
+
+class Family(NamedTuple):
+    """One row of the parameter table: which names, how they begin, whose rule they follow."""
+
+    name: str
+    pattern: str
+    init: Callable[[Tensor], object]
+    bank: str
+
+
+def fan_in_uniform(w: Tensor) -> None:
+    """Half the standard deviation of 1 / sqrt(fan_in), uniform."""
+    bound = 0.5 * 3 ** 0.5 * w.size(-1) ** -0.5
+    w.uniform_(-bound, bound)
+
+
+def small_normal(w: Tensor) -> None:
+    w.normal_(std=0.01)
+
+
+def constant(*values: float) -> Callable[[Tensor], object]:
+    return lambda w: w.copy_(torch.tensor(values if len(values) > 1 else values * w.numel()).view(w.shape))
+
+
+def families() -> list[Family]:
+    return [
+        #      name             pattern                   init                     bank
+        Family("embed",         r"embed",                 Tensor.normal_,          "embed"),
+        Family("value_embeds",  r"value_embeds",          small_normal,            "value_embeds"),
+        Family("ngrams",        r"ngrams",                Tensor.zero_,            "ngrams"),
+        Family("head",          r"head",                  Tensor.zero_,            "head"),
+        Family("block_mix",     r"blocks\.\d+\.mix",      constant(1.1, 0., .05),  "scalars"),
+        Family("ngram_mix",     r"ngram_mix",             constant(.05),           "scalars"),
+        Family("scales",        r".*\.attention\.scales", constant(.5, 1.),        "scalars"),
+        Family("mlp_scale",     r".*\.mlp\.scale",        constant(1.),            "scalars"),
+        Family("skip_weights",  r"skip_weights",          constant(.18, -.5),      "scalars"),
+        Family("smear",         r"smear",                 Tensor.zero_,            "scalars"),
+        Family("gates",         r".*gates",               Tensor.zero_,            "gates"),
+        Family("qk",            r".*\.attention\.qk",     fan_in_uniform,          "qk"),
+        Family("value",         r".*\.attention\.value",  fan_in_uniform,          "value_out"),
+        Family("attention_out", r".*\.attention\.out",    fan_in_uniform,          "value_out"),
+        Family("mlp_up",        r".*\.mlp\.up",           fan_in_uniform,          "mlp_up"),
+        Family("mlp_down",      r".*\.mlp\.down",         Tensor.zero_,            "mlp_down"),
+    ]
+
+
+def rules(c: Config) -> dict[str, dict]:
+    """How each bank learns, in the order in which gradients are reduced: the fields of an optimizer's group."""
+    keys = "kind", "lr", "betas", "eps", "decay", "every", "tail"
+    table = dict(
+        #             kind    rate             betas       epsilon     decay  every  tail
+        embed=       ("adam", c.lr_embed,      (.75, .95), c.adam_eps, .025,  1,     True),
+        value_embeds=("adam", c.lr_embed,      (.75, .95), c.adam_eps, .025,  2,     False),
+        ngrams=      ("rows", c.lr_table,      (.0, .95),  1e-15,      .025,  1,     False),   # gradients of few tokens
+        head=        ("adam", c.lr_head,       (.5, .95),  c.adam_eps, .75,   1,     True),
+        scalars=     ("adam", c.lr_scalar,     (.9, .99),  c.adam_eps, 0.,    1,     False),
+        gates=       ("adam", c.lr_head,       (.9, .99),  c.adam_eps, .005,  1,     False),
+        qk=          ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
+        value_out=   ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
+        mlp_up=      ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
+        mlp_down=    ("muon", 2 * c.lr_matrix, (.0, .9),   0.,         1.2,   1,     True))
+    return {bank: dict(zip(keys, row)) for bank, row in table.items()}
+
+
+def claimed(c: Config, model: nn.Module) -> list[tuple[Family, dict[str, nn.Parameter]]]:
+    """Each family with its parameters; raises ValueError unless every parameter has exactly one family."""
+    rows = [(family, {}) for family in families()]
+    for name, p in model.named_parameters():
+        owners = [row for row in rows if re.fullmatch(row[0].pattern, name)]
+        if len(owners) != 1:
+            raise ValueError(f"parameter {name} has {len(owners)} rows in families(), expected exactly 1")
+        owners[0][1][name] = p
+    return [row for row in rows if row[1]]
+
+
+@torch.no_grad()
+def init_weights(c: Config, model: nn.Module) -> None:
+    for family, params in claimed(c, model):
+        for p in params.values():
+            family.init(p)
+
+
+def param_groups(c: Config, model: nn.Module) -> list[dict]:
+    """The groups of the optimizer: each bank with its rule and the parameters of its families."""
+    groups = {bank: dict(name=bank, params={}, **rule) for bank, rule in rules(c).items()}
+    for family, params in claimed(c, model):
+        groups[family.bank]["params"].update(params)
+    return [group for group in groups.values() if sum(p.numel() for p in group["params"].values())]
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: list[int], num_tokens: int, view: View, seed: int = 0, temperature: float = 0.8,
+             top_k: int = 50) -> list[int]:
+    """prompt + num_tokens sampled tokens. The whole context is computed anew each time; padded ids are never drawn."""
+    c, tokens = model.config, list(prompt)
+    device, generator = model.embed.device, torch.Generator().manual_seed(seed)
+    for _ in range(num_tokens):
+        context = tokens[-c.row_tokens:]
+        length = round_up(len(context), c.block_tokens)
+        row = torch.tensor([context + [c.eod_id] * (length - len(context))], dtype=torch.int32, device=device)
+        logits = model(row, None, view)[0, len(context) - 1, :c.vocab_size].float().cpu() / max(temperature, 1e-6)
+        best = logits.topk(min(top_k, c.vocab_size))
+        tokens.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)]))
+    return tokens
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6. Data
+# Token shards, the planner that says which span goes into which row, and the batch generator. Takes plain numbers.
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20_240_520, 1, 1024
+
+
+def shard_tokens(path: str) -> int:
+    """Token count of a FineWeb-format shard: 256 int32 (magic, version, count), then uint16. Raises Refusal."""
+    again = "delete the file and download or make it again"
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            head = file.read(SHARD_HEADER_BYTES)
+    except OSError as error:
+        raise Refusal(f"{path}: can't be read ({error.strerror})") from None
+    if len(head) < SHARD_HEADER_BYTES:
+        pointer = ", looks like the pointer text of a large-file store" if head.startswith(b"version https") else ""
+        raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{pointer}; {again}")
+    magic, version, count = (int.from_bytes(head[i:i + 4], "little", signed=True) for i in (0, 4, 8))
+    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+        hint = " (this is the 32-bit-token format, tokenize again with data/text.py)" if magic == 20_240_801 else ""
+        raise Refusal(f"{path}: found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION}{hint}")
+    if count <= 0 or size != SHARD_HEADER_BYTES + 2 * count:
+        raise Refusal(f"{path}: header says {count:,} tokens ({SHARD_HEADER_BYTES + 2 * count:,} bytes), "
+                      f"found {size:,} bytes; {again}")
+    return count
+
+
+def find_shards(patterns: str, what: str) -> list[str]:
+    """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
+    names = sorted({os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
+    found: dict[str, str] = {}                # by the file itself, which may have several names
+    for name in names:
+        found.setdefault(os.path.realpath(name), name)
+    paths = list(found.values())
+    if not paths:
+        raise Refusal(f"no {what} shards match {patterns}. FineWeb: python data/cached_fineweb10B.py; your own text: "
+                      f"python data/text.py --help; or name shards with --{what}_files=PATTERN")
+    return paths
+
+
+def dataset_card(paths: list[str]) -> dict | None:
+    """The dataset.json beside the shards, if there is one. Raises Refusal when it can't be used."""
+    card = Path(paths[0]).parent / "dataset.json"
+    if not card.is_file():
+        return None
+    try:
+        found = json.loads(card.read_text(encoding="utf-8"))
+        return dict(tokenizer=str(found["tokenizer"]), vocab_size=int(found["vocab_size"]), eod_id=int(found["eod_id"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refusal(f"{card}: not a usable dataset card ({error!r}); make it again with data/text.py") from None
+
+
+class TokenStream:
+    """The tokens of several shards as one sequence, memory-mapped. Reading and indexing, nothing else."""
+
+    def __init__(self, paths: list[str], vocab_size: int):
+        self.paths, self.vocab_size = paths, vocab_size
+        self.starts = [0]
+        for path in paths:
+            self.starts.append(self.starts[-1] + shard_tokens(path))
+        self.num_tokens = self.starts[-1]
+        self.maps: dict[int, Tensor] = {}
+
+    def shard(self, k: int) -> Tensor:
+        """Tokens of shard k as int16 (the bits of uint16)."""
+        if k not in self.maps:
+            words = SHARD_HEADER_BYTES // 2 + self.starts[k + 1] - self.starts[k]
+            try:
+                self.maps[k] = torch.from_file(self.paths[k], False, words, dtype=torch.int16)[SHARD_HEADER_BYTES // 2:]
+            except RuntimeError as error:
+                raise Refusal(f"{self.paths[k]}: can't be read any more ({error})") from None
+        return self.maps[k]
+
+    def read(self, start: int, stop: int, out: Tensor) -> None:
+        """Copy tokens start..stop-1 into out (int32)."""
+        k, done = bisect.bisect_right(self.starts, start) - 1, 0
+        while start < stop:
+            upto = min(stop, self.starts[k + 1])
+            out[done:done + upto - start] = self.shard(k)[start - self.starts[k]:upto - self.starts[k]]
+            start, done, k = upto, done + upto - start, k + 1
+        out &= 0xFFFF
+
+    def document_starts(self, k: int, eod_id: int) -> list[int]:
+        """Positions of eod_id in shard k, counted from the stream's begin. Raises Refusal on ids out of range."""
+        tokens, starts = self.shard(k), []
+        eod, step = eod_id - 65_536 * (eod_id > 32_767), 2 ** 20
+        for a in range(0, len(tokens), step):
+            part = tokens[a:a + step]
+            if self.vocab_size < 65_536 and int((part ^ -32_768).max()) + 32_768 >= self.vocab_size:
+                ids = part.int() & 0xFFFF
+                bad = int((ids >= self.vocab_size).nonzero()[0])
+                raise Refusal(f"{self.paths[k]}: token {int(ids[bad])} at position {a + bad} is outside the vocabulary "
+                              f"of {self.vocab_size}; were these shards made with another tokenizer?")
+            starts += ((part == eod).nonzero().flatten() + (self.starts[k] + a)).tolist()
+        return starts
+
+
+def documents(stream: TokenStream, eod_id: int, begin: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each document from position begin on, for one epoch. Indexes the next shard in the background.
+
+    What stands before the first eod_id counts as a document; one may run on into the next shard. The stream's last
+    token is nobody's input, as it has no successor.
+    """
+    pending, last = begin, stream.num_tokens - 1
+    first, shards = max(0, bisect.bisect_right(stream.starts, begin) - 1), len(stream.paths)
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(stream.document_starts, first, eod_id)
+        for k in range(first, shards):
+            found = ahead.result()
+            if k + 1 < shards:
+                ahead = pool.submit(stream.document_starts, k + 1, eod_id)
+            for start in found:
+                if start > pending:
+                    yield pending, min(start, last)
+                    pending = start
+    if pending < last:
+        yield pending, last
+
+
+class Position(NamedTuple):
+    """Where the data stands between two steps: what is left of a cut document, and where the next one starts."""
+
+    epoch: int = 0
+    start: int = 0                           # of the piece carried over; start == stop: none
+    stop: int = 0
+    next_document: int = 0
+    dropped_tokens: int = 0                  # cut off by clipping, so far
+
+
+class Planner:
+    """Which spans of the stream go into which row, from the stream alone: the same for any number of ranks."""
+
+    def __init__(self, stream: TokenStream, eod_id: int, position: Position = Position()):
+        self.stream, self.eod_id, self.position = stream, eod_id, position
+        self.docs = documents(stream, eod_id, position.next_document)
+
+    def next_document(self) -> tuple[int, int]:
+        found = next(self.docs, None)
+        if found is None:                    # the epoch is over
+            self.position = self.position._replace(epoch=self.position.epoch + 1)
+            self.docs = documents(self.stream, self.eod_id)
+            found = next(self.docs)
+        return found
+
+    def rows(self, num_rows: int, row_tokens: int, max_doc_tokens: int = 0) -> list[list[tuple[int, int]]]:
+        """The next rows, each a list of (start, stop) with row_tokens in all.
+
+        Documents in order, each clipped to max_doc_tokens (0: not at all); one that a row's end cuts goes on in the
+        next row. Pieces that follow each other in the stream are joined.
+        """
+        rows = []
+        for _ in range(num_rows):
+            row, free = [], row_tokens
+            while free:
+                p = self.position
+                if p.start == p.stop:
+                    start, end = self.next_document()
+                    stop = min(end, start + max_doc_tokens) if max_doc_tokens else end
+                    p = self.position = Position(self.position.epoch, start, stop, end, p.dropped_tokens + end - stop)
+                upto = min(p.stop, p.start + free)
+                if row and row[-1][1] == p.start:
+                    row[-1] = row[-1][0], upto
+                else:
+                    row.append((p.start, upto))
+                free -= upto - p.start
+                self.position = p._replace(start=upto)
+            rows.append(row)
+        return rows
+
+
+class Batch(NamedTuple):
+    """This rank's rows of one step, int32 [rows, T], and where the data stands after it."""
+
+    inputs: Tensor
+    targets: Tensor
+    position: Position
+
+
+def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, targets: Tensor) -> None:
+    """Inputs are the spans' tokens, targets their true successors in the stream."""
+    at = 0
+    for start, stop in spans:
+        stream.read(start, stop, inputs[at:at + stop - start])
+        stream.read(start + 1, stop + 1, targets[at:at + stop - start])
+        at += stop - start
+
+
+def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
+            pinned: bool = False, ahead: int = 3) -> Iterator[Batch]:
+    """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread.
+
+    Row i of n goes to rank i // (n / size). Errors of the thread are raised here.
+    """
+    def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
+        rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
+        mine = rows[rank * num_rows // size:(rank + 1) * num_rows // size]
+        both = torch.empty(2, len(mine), row_tokens, dtype=torch.int32, pin_memory=pinned)
+        for i, spans in enumerate(mine):
+            fill_row(planner.stream, spans, both[0, i], both[1, i])
+        return Batch(both[0], both[1], planner.position)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting: deque = deque()
+        for item in plan:
+            waiting.append(pool.submit(prepare, *item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, eod_id: int, rank: int, size: int
+                    ) -> Iterator[tuple[Tensor, Tensor]]:
+    """Targets 1..num_targets of the stream, each once, in contiguous slices [1, T]; slice i goes to rank i % size.
+
+    The last slice is filled up with eod_id and targets -1, which no loss counts.
+    """
+    for begin in range(rank * row_tokens, num_targets, size * row_tokens):
+        stop = min(begin + row_tokens, num_targets)
+        inputs, targets = torch.full((2, 1, row_tokens), eod_id, dtype=torch.int32)
+        targets.fill_(-1)
+        fill_row(stream, [(begin, stop)], inputs[0, :stop - begin], targets[0, :stop - begin])
+        yield inputs, targets
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 7. Schedules
+# Tables of stages and pure functions of the step. No tensors, no devices.
+
+
+class Stage(NamedTuple):
+    """A part of the run. until is the fraction of num_steps at which it ends."""
+
+    until: float
+    batch: float                      # of batch_tokens
+    lr: float                         # times every rate: the square root of the batch, 131k tokens = 1
+    max_doc_tokens: int               # documents are clipped to it; 0: not
+    window: int                       # long window, in blocks
+    candidates: float                 # share of the vocabulary in the training softmax; 0: full softmax
+    further: tuple[tuple[float, float], ...]     # weights of targets 2, 3 ahead, at the stage's begin and end
+
+
+STAGES: dict[str, tuple[Stage, ...]] = {
+    "fast": (
+        #     until  batch  lr     clip  window candidates  further targets
+        Stage(0.333, 0.25,  0.71,  896,  3,     0.2,        ((0.50, 0.50), (0.25, 0.00))),
+        Stage(0.667, 0.50,  1.00,  2048, 7,     0.2,        ((0.50, 0.00), (0.00, 0.00))),
+        Stage(0.920, 1.00,  1.41,  2048, 11,    0.2,        ((0.00, 0.00), (0.00, 0.00))),
+        Stage(1.000, 1.00,  1.41,  2048, 13,    0.0,        ((0.00, 0.00), (0.00, 0.00))),
+    ),
+}
+
+
+def stage_at(c: Config, step: int) -> tuple[Stage, float]:
+    """The stage of a step and how far it has come, in [0, 1]. Past the end: the last stage, 1.0."""
+    begin = 0.0
+    for stage in STAGES[c.stages]:
+        if step < stage.until * c.num_steps:
+            return stage, (step / c.num_steps - begin) / (stage.until - begin)
+        begin = stage.until
+    return stage, 1.0
+
+
+def rows_at(c: Config, step: int) -> int:
+    return max(1, round(c.batch_rows * stage_at(c, step)[0].batch))
+
+
+def target_weights_at(c: Config, step: int) -> tuple[float, ...]:
+    """Multi-token prediction (record 53): weights of the targets 1, 2, 3 ahead."""
+    stage, done = stage_at(c, step)
+    return 1.0, *(begin + (end - begin) * done for begin, end in stage.further)
+
+
+def candidates_at(c: Config, step: int) -> int:
+    share = stage_at(c, step)[0].candidates
+    return min(c.padded_vocab, math.ceil(share * c.padded_vocab / 128) * 128)
+
+
+def lr_scale_at(c: Config, step: int) -> float:
+    """Flat, then linear over the last cooldown_frac of the run to lr_floor; times the stage's own factor."""
+    left = 1 - step / c.num_steps
+    cooled = min(1.0, left / c.cooldown_frac) if c.cooldown_frac else 1.0
+    return stage_at(c, step)[0].lr * (cooled + (1 - cooled) * c.lr_floor)
+
+
+def momentum_at(c: Config, step: int) -> float:
+    """Up over the first steps, down again over the last ones."""
+    done = step / c.num_steps
+    warm = min(1.0, done / max(c.momentum_warmup_frac, 1e-9), (1 - done) / max(c.momentum_cooldown_frac, 1e-9))
+    return c.momentum_start + (c.momentum_end - c.momentum_start) * warm
+
+
+def tail_rate_at(c: Config, step: int) -> float:
+    """How far the average of the tail moves towards the weights after a step: 0 before the tail, 1 at its begin."""
+    length = c.tail_frac * c.num_steps
+    into = step - (c.num_steps - 1 - length)
+    return 0.0 if not c.tail_blend or into < 0 else 1.0 if into < 1 else min(1.0, 3 / length)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8. Log and checkpoint
+# The log is the record: source, header, events. The clock that times it. Rank 0 writes, the others stay silent.
+
+FENCE = "=" * 100
+
+
+class RunLog:
+    """Writes log_dir/<run_id>.txt on rank 0 and mirrors events to the console. A full disk is said once."""
+
+    def __init__(self, log_dir: str, world: World, console: bool = True):
+        stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        self.run_id, self.path, self.file = f"{stamp}_{uuid.uuid4().hex[:8]}", None, None
+        self.console = console and world.rank == 0
+        if world.rank == 0:
+            try:
+                Path(log_dir).mkdir(parents=True, exist_ok=True)
+                self.path = Path(log_dir) / f"{self.run_id}.txt"
+                self.file = self.path.open("w", encoding="utf-8")
+            except OSError as error:
+                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); name another one") from None
+
+    def write(self, text: str) -> None:
+        if self.file is not None:
+            try:
+                self.file.write(text + "\n")
+                self.file.flush()
+            except OSError as error:
+                self.file = None
+                print(f"warn: {self.path}: log lost ({error.strerror}); training goes on", file=sys.stderr)
+
+    def header(self, source: str, facts: dict) -> None:
+        """Source, fence, facts as one JSON line, nvidia-smi, fence."""
+        self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
+        if facts["versions"]["cuda"]:
+            self.write(run_quietly("nvidia-smi"))
+        self.write(FENCE)
+
+    def event(self, text: str) -> None:
+        self.write(text)
+        if self.console:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def fingerprint(path: str) -> str:
+    """First 16 hex digits of the sha256 over header, first and last MiB: cheap, and any other file differs."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        digest.update(file.read(1024 + 2 ** 20))
+        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
+        digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def source_of(log: str | Path) -> str:
+    """The source that a log embeds, verbatim. Raises Refusal when its sha256 is not the header's."""
+    source, fence, rest = Path(log).read_text(encoding="utf-8").partition("\n" + FENCE + "\n")
+    source += "\n"
+    try:
+        wanted = json.loads(rest.partition("\n")[0])["source_sha256"]
+    except (ValueError, KeyError, TypeError):
+        raise Refusal(f"{log}: not a log of this trainer") from None
+    if hashlib.sha256(source.encode()).hexdigest() != wanted:
+        raise Refusal(f"{log}: the embedded source was changed after the run")
+    return source
+
+
+def run_quietly(*command: str) -> str:
+    """Standard output of a command, or an empty text when it can't run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def process_age_s() -> float:
+    """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError, ValueError):
+        return time.process_time()
+
+
+class Clock:
+    """Honest time: starts and pauses with a device synchronisation; steps are timed by events, read one step late."""
+
+    def __init__(self, device: torch.device):
+        self.cuda, self.device = device.type == "cuda", device
+        self.total_ms, self.since, self.last = 0.0, None, None
+        self.step_ms: list[float] = []
+        self.open: list[tuple] = []
+
+    def synchronize(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def stamp(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def resume(self) -> None:
+        self.since = self.synchronize()
+        self.last = self.stamp()
+
+    def pause(self) -> None:
+        now = self.synchronize()
+        self.collect()
+        self.total_ms, self.since = self.total_ms + 1e3 * (now - self.since), None
+
+    def step_done(self) -> None:
+        now = self.stamp()
+        self.open.append((self.last, now))
+        self.last = now
+
+    def collect(self, keep: int = 0) -> None:
+        """Move finished step times into step_ms, all but the last keep; waits for the device where it must."""
+        while len(self.open) > keep:
+            a, b = self.open.pop(0)
+            if self.cuda:
+                b.synchronize()
+            self.step_ms.append(a.elapsed_time(b) if self.cuda else 1e3 * (b - a))
+
+    def elapsed_ms(self) -> float:
+        return self.total_ms + (1e3 * (time.perf_counter() - self.since) if self.since is not None else 0.0)
+
+
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
+
+
+class Progress:
+    """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
+
+    def __init__(self, c: Config, world: World, log: RunLog, clock: Clock, names: list[str], matmul_parameters: int):
+        self.config, self.log, self.clock, self.names = c, log, clock, names
+        self.waiting, self.tokens = None, 0
+        device = torch.cuda.get_device_name(world.device) if world.is_cuda else ""
+        peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in device), None)
+        self.flops_per_token = 6 * matmul_parameters / peak / world.size if peak else None      # in units of the peak
+
+    def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> str | None:
+        """Start copying this step's stats [1 + banks] (loss, squared gradient norms); look at the step before."""
+        self.tokens += tokens
+        on_cpu = stats.to("cpu", non_blocking=True)
+        before, self.waiting = self.waiting, (step, tokens, self.tokens, lr, on_cpu, self.clock.last)
+        return self.look(before)
+
+    def flush(self) -> str | None:
+        before, self.waiting = self.waiting, None
+        return self.look(before)
+
+    def mfu(self, tokens: float, ms: float) -> float | None:
+        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
+        return self.flops_per_token * tokens / ms * 1e3 if self.flops_per_token else None
+
+    def look(self, item) -> str | None:
+        """Write the step's line when it is due. -> what is not finite in it, or None."""
+        if item is None:
+            return None
+        step, tokens, so_far, lr, stats, event = item
+        if self.clock.cuda:
+            event.synchronize()
+        if not bool(stats.isfinite().all()):
+            bad = [name for name, value in zip(self.names, stats.tolist()) if not math.isfinite(value)]
+            return f"step {step + 1}: not a finite number: {', '.join(bad)}"
+        self.clock.collect(keep=1)
+        c, done = self.config, step + 1
+        if done % c.log_every_steps == 0 or done == 1:
+            times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
+            ms = sum(times) / len(times)
+            mfu = self.mfu(tokens, ms)
+            self.log.event(f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} "
+                           f"train_time:{self.clock.elapsed_ms():.0f}ms step_avg:{ms:.2f}ms "
+                           f"tokens_per_s:{tokens / ms * 1e3:.0f} " + (f"mfu:{mfu:.3f} " if mfu else "")
+                           + f"lr:{lr:.4f} tokens:{so_far}")
+        if done == 20 and c.num_steps > 40:
+            mean = sum(self.clock.step_ms) / len(self.clock.step_ms)
+            self.log.event(f"note: at this pace {c.num_steps} steps take about {mean * c.num_steps / 1e3:.0f} s")
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 9. Training
+# Build, warm up, evaluate, step, loop. The timed region is what stands between clock.resume() and clock.pause().
+
+@dataclass
+class Run:
+    """All that a run holds. train_stream and val_stream are memory-mapped; position is where the data stands."""
+
+    config: Config
+    world: World
+    kernels: Kernels
+    model: GPT
+    optimizer: Optimizer
+    train_stream: TokenStream
+    val_stream: TokenStream
+    micro_rows: int
+    position: Position = Position()
+
+
+def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) -> Config:
+    """Vocabulary and end-of-document id as the shards' dataset.json says. Raises Refusal on any contradiction."""
+    cards = [dataset_card(train), dataset_card(val)]
+    if cards[0] and cards[1] and cards[0] != cards[1]:
+        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
+    same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
+    if same:
+        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean nothing")
+    card = cards[0] or cards[1] or {}
+    for key in ("vocab_size", "eod_id"):
+        if key in card and overrides.get(key, card[key]) != card[key]:
+            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {card[key]}")
+    c = dataclasses.replace(c, **{key: card[key] for key in ("vocab_size", "eod_id") if key in card})
+    check_config(c)
+    return c
+
+
+def build(c: Config, world: World, overrides: dict) -> Run:
+    """Check everything that can be checked cheaply, then make model and optimizer. Raises Refusal."""
+    train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
+    c = adopt_dataset(c, overrides, train_paths, val_paths)
+    train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
+    for stream, what in ((train_stream, "train"), (val_stream, "val")):
+        if stream.num_tokens < 2:
+            raise Refusal(f"the {what} shards ({stream.paths[0]}) hold 1 token: expected 2, an input and its target")
+    c = dataclasses.replace(c, val_tokens=c.val_tokens or val_stream.num_tokens - 1)
+    if val_stream.num_tokens <= c.val_tokens:
+        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {val_stream.num_tokens:,} tokens, at most "
+                      f"{val_stream.num_tokens - 1:,} targets; expected --val_tokens=0 (all) or fewer")
+    if c.stages not in STAGES:
+        raise Refusal(f"--stages={c.stages}: expected one of {', '.join(STAGES)}")
+    rows = {rows_at(c, step) for step in range(c.num_steps)}
+    if any(n % world.size for n in rows):
+        legal = [n for n in range(1, math.gcd(*rows) + 1) if math.gcd(*rows) % n == 0]
+        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows a step evenly (rows = batch_tokens / "
+                      f"row_tokens = {c.batch_tokens} / {c.row_tokens}); legal counts: {', '.join(map(str, legal))} "
+                      "(--nproc_per_node, or NPROC=n ./run.sh)")
+    for k in range(len(val_paths)):
+        val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
+    train_stream.document_starts(0, c.eod_id)
+    if any(n // world.size % c.pool_rows for n in rows):
+        raise Refusal(f"--pool_rows={c.pool_rows}: {world.size} processes with {sorted(rows)} rows a step can't form "
+                      f"whole pools; expected a divisor of {math.gcd(*rows) // world.size}")
+    kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8)
+    if kernels.compile and not world.is_cuda and not find_compiler():
+        raise Refusal("--compile=on: a C compiler is needed for compilation and none was found; install one (gcc) "
+                      "or use --compile=off")
+    torch._dynamo.config.recompile_limit = 64
+    torch.manual_seed(c.seed)
+    with torch.device(world.device):
+        model = GPT(c, kernels)
+    init_weights(c, model)
+    groups = [Group(**row) for row in param_groups(c, model)]
+    optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda, kernels.dtype)
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or c.batch_rows)
+
+
+def matmul_parameters(run: Run) -> int:
+    """Parameters that multiply every token: hidden matrices and the head (not embeddings)."""
+    return sum(p.numel() for family, params in claimed(run.config, run.model) for p in params.values()
+               if family.name == "head" or rules(run.config)[family.bank]["kind"] == "muon")
+
+
+def budget(run: Run) -> str:
+    """Tokens needed against tokens there; raises Refusal when max_epochs doesn't suffice."""
+    c, stream = run.config, run.train_stream
+    starts = stream.document_starts(0, c.eod_id)
+    lengths = [b - a for a, b in zip(starts, starts[1:])] or [stream.starts[1]]
+    kept, needed = {}, 0.0
+    for step in range(c.num_steps):
+        clip = stage_at(c, step)[0].max_doc_tokens
+        if clip not in kept:
+            kept[clip] = sum(min(n, clip) for n in lengths) / sum(lengths) if clip else 1.0
+        needed += rows_at(c, step) * c.row_tokens / kept[clip]
+    there = stream.num_tokens - 1
+    epochs = needed / there
+    text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {there:,} are there"
+    if epochs > c.max_epochs:
+        more = math.ceil((needed - there * c.max_epochs) / c.max_epochs / 100e6)
+        raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of 100M tokens "
+                      f"(python data/cached_fineweb10B.py) or allow repetition with --max_epochs={math.ceil(epochs)}")
+    return f"{text}: {'enough' if epochs <= 1 else f'wraps, {epochs:.2f} epochs'}"
+
+
+def trained_windows(c: Config, step: int) -> tuple[int, int]:
+    return stage_at(c, 0)[0].window, stage_at(c, step)[0].window
+
+
+def train_view(run: Run, step: int) -> View:
+    """What the step asks of the model, for this rank's first rows. Pools are numbered over all steps and ranks."""
+    c = run.config
+    pools = rows_at(c, step) // c.pool_rows
+    first = step * (c.batch_rows // c.pool_rows + 1) + run.world.rank * pools // run.world.size
+    return View(stage_at(c, step)[0].window, trained_windows(c, step), target_weights_at(c, step),
+                candidates_at(c, step), first)
+
+
+def val_view(run: Run, step: int) -> View:
+    return View(run.config.val_window_blocks, trained_windows(run.config, step))
+
+
+def micro_batches(run: Run, rows: Tensor) -> Iterator[Tensor]:
+    """This rank's rows in equal micro-batches of whole pools, at most run.micro_rows."""
+    pool = run.config.pool_rows
+    n = max(m for m in range(pool, min(run.micro_rows, len(rows)) + 1, pool) if len(rows) % m == 0)
+    return (part.to(run.world.device, non_blocking=True) for part in rows.split(n))
+
+
+def train_step(run: Run, step: int, batch: Batch) -> Tensor:
+    """Gradients over all micro-batches, one update. -> [1 + banks]: mean loss, squared gradient norms.
+
+    The loss is the training loss: over candidates where these are sampled, and with its further targets.
+    """
+    c, view = run.config, train_view(run, step)
+    loss = torch.zeros((), device=run.world.device)
+    for inputs, targets in zip(micro_batches(run, batch.inputs), micro_batches(run, batch.targets)):
+        # Divided by the constant batch: the sum over micro-batches and ranks is then the mean over all rows.
+        part = run.model(inputs, targets, view) / (rows_at(c, step) * c.row_tokens)
+        part.backward()
+        loss += part.detach()
+        view = view._replace(pool=view.pool + len(inputs) // c.pool_rows)
+    norms = run.optimizer.step(lr_scale_at(c, step), momentum_at(c, step))
+    if tail_rate_at(c, step):
+        run.optimizer.average(tail_rate_at(c, step), c.tail_blend if step == c.num_steps - 1 else 0.0)
+    stats = torch.cat((loss[None], norms))
+    if run.world.size > 1:
+        dist.all_reduce(stats)
+    return stats
+
+
+@torch.no_grad()
+def evaluate(run: Run, step: int, leave_out: int = -1) -> float:
+    """Mean loss over the val_tokens targets, the same on all ranks. Targets equal to leave_out don't count."""
+    c, world = run.config, run.world
+    run.model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    rows = validation_rows(run.val_stream, c.val_tokens, c.val_row_tokens, c.eod_id, world.rank, world.size)
+    for inputs, targets in rows:
+        targets = targets.masked_fill(targets == leave_out, -1)
+        count = (targets >= 0).sum()
+        loss = run.model(inputs.to(world.device), targets.to(world.device), val_view(run, step))
+        totals += torch.stack((loss.double(), count.to(world.device).double()))
+    if world.size > 1:
+        dist.all_reduce(totals)
+    run.model.train()
+    return float(totals[0] / totals[1])
+
+
+def warmup(run: Run, log: RunLog) -> None:
+    """Compile and run every shape of the schedule on random tokens, then restore every byte of state."""
+    c, device = run.config, run.world.device
+    tensors = run.optimizer.tensors()
+    saved = {name: t.clone() for name, t in tensors.items()}
+    steps = [bank.steps for bank in run.optimizer.banks]
+    rng = torch.get_rng_state(), torch.cuda.get_rng_state(device) if run.world.is_cuda else None
+    generator = torch.Generator().manual_seed(1)
+    shapes = {(rows_at(c, step), candidates_at(c, step)): step for step in range(c.num_steps)}
+    for (num_rows, _), step in shapes.items():
+        shape = num_rows // run.world.size, c.row_tokens
+        tokens = torch.randint(0, c.vocab_size, shape, generator=generator, dtype=torch.int32)
+        for _ in range(2):
+            train_step(run, step, Batch(tokens, tokens, run.position))
+            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
+    with torch.no_grad():
+        run.model.eval()
+        tokens = tokens.flatten()[:1].expand(1, c.val_row_tokens).contiguous().to(device)
+        run.model(tokens, tokens, val_view(run, 0))
+        run.model.train()
+    for bank, count in zip(run.optimizer.banks, steps):
+        bank.zero_grad()
+        bank.steps = count
+    for name, t in tensors.items():
+        t.copy_(saved[name])
+    torch.set_rng_state(rng[0])
+    if run.world.is_cuda:
+        torch.cuda.set_rng_state(rng[1], device)
+
+
+def bigram_loss(run: Run) -> float:
+    """Nats a target of the add-one-smoothed bigram table of the training shards on the validation targets."""
+    c = run.config
+    def pairs(stream: TokenStream, count: int) -> Tensor:
+        tokens = torch.empty(count + 1, dtype=torch.int32)
+        stream.read(0, count + 1, tokens)
+        return tokens[:-1].long() * c.vocab_size + tokens[1:]
+    counts = torch.bincount(pairs(run.train_stream, run.train_stream.num_tokens - 1), minlength=c.vocab_size ** 2)
+    logp = (counts.view(c.vocab_size, -1) + 1).double().log()
+    logp = (logp - logp.logsumexp(1, keepdim=True)).flatten()
+    found = pairs(run.val_stream, c.val_tokens)
+    return -float(logp[found[found % c.vocab_size != c.eod_id]].mean())
+
+
+def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
+    """The log's header: everything needed to judge and repeat the run."""
+    def files(stream: TokenStream) -> dict:
+        rows = [dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
+                for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])]
+        return dict(files=rows, tokens=stream.num_tokens)
+    here, world = str(Path(__file__).parent), run.world
+    device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.processor() or platform.machine()
+    sizes = {family.name: sum(p.numel() for p in params.values()) for family, params in claimed(run.config, run.model)}
+    return dict(
+        name=run.config.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        config=dataclasses.asdict(run.config), overrides=overrides, argv=argv, seed=run.config.seed,
+        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
+        versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
+                      hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads()),
+        devices=[device] * world.size, world_size=world.size, micro_rows=run.micro_rows, resumed_from=None,
+        kernels={k: str(v) for k, v in run.kernels._asdict().items()},
+        data=dict(train=files(run.train_stream), val=files(run.val_stream)),
+        git=dict(commit=run_quietly("git", "-C", here, "rev-parse", "HEAD"),
+                 dirty=bool(run_quietly("git", "-C", here, "status", "--porcelain", "--untracked-files=no"))),
+        parameters={**sizes, "total": sum(sizes.values()), "matmul": matmul_parameters(run)})
+
+
+def stop_if(problem: str | None) -> None:
+    if problem:
+        raise Failure(f"{problem}. Lower the learning rates, or look at the data")
+
+
+def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list[str]) -> dict:
+    """The whole run. -> the result that the log's last line holds. Raises Refusal or Failure."""
+    run = build(config, world, overrides)
+    c, clock = run.config, Clock(world.device)
+    log.header(SOURCE, facts(run, overrides, argv))
+    log.event("note: " + budget(run))
+    count = sum(p.numel() for p in run.model.parameters())
+    choices = ", ".join(f"{k}={v}" for k, v in run.kernels._asdict().items())
+    log.event(f"note: {world.size} x {world.device.type}, {count:,} parameters, {choices}")
+    if world.is_cuda:
+        warmup(run, log)
+    names = ["loss"] + [f"gradient of {bank.group.name}" for bank in run.optimizer.banks]
+    progress = Progress(c, world, log, clock, names, matmul_parameters(run))
+    plan = [(rows_at(c, step), stage_at(c, step)[0].max_doc_tokens) for step in range(c.num_steps)]
+    loader = batches(Planner(run.train_stream, c.eod_id), plan, c.row_tokens, world.rank, world.size, world.is_cuda)
+    result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=False)
+    profiler = contextlib.nullcontext()
+    clock.synchronize()
+    result["time_to_first_step_s"] = round(process_age_s(), 2)
+    log.event(f"note: time_to_first_step_s:{result['time_to_first_step_s']}")
+    clock.resume()
+    for step in range(c.num_steps + 1):
+        last = step == c.num_steps
+        if last or (c.val_every_steps and step % c.val_every_steps == 0):
+            clock.pause()
+            stop_if(progress.flush())
+            loss = evaluate(run, step)
+            log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
+                      f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
+            result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
+            if not math.isfinite(loss):
+                raise Failure(f"step {step}: the validation loss is not a finite number")
+            if c.target_loss and loss <= c.target_loss and not last:
+                result |= dict(status="target_reached", reason=f"validation loss {loss:.4f} <= {c.target_loss}")
+                break
+            if last:
+                break
+            clock.resume()
+        if c.profile_steps and step == min(5, c.num_steps - 1):
+            profiler = torch.profiler.profile(with_stack=False)
+            profiler.start()
+        batch = next(loader)
+        run.position = batch.position
+        stats = train_step(run, step, batch)
+        clock.step_done()
+        stop_if(progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale_at(c, step), stats))
+        if c.profile_steps and step == min(5 + c.profile_steps, c.num_steps) - 1:
+            clock.synchronize()
+            profiler.stop()
+            if log.path:
+                profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
+    loader.close()
+    times = clock.step_ms
+    slowest = sorted(range(len(times)), key=times.__getitem__)[-5:][::-1]
+    log.event("note: slowest steps: " + ", ".join(f"{i + 1} ({times[i]:.1f} ms)" for i in slowest))
+    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
+    step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
+    result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms,
+                   tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
+                   peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 if world.is_cuda else None)
+    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
+    log.event("result:" + json.dumps(result))
+    closing_words(run, result, log)
+    return result
+
+
+def closing_words(run: Run, result: dict, log: RunLog) -> None:
+    """For byte vocabularies with sample_tokens set (the demo): what the numbers mean, and what the model writes."""
+    c = run.config
+    if not c.sample_tokens or c.vocab_size != 257:
+        return
+    nats, bigram = evaluate(run, c.num_steps, leave_out=c.eod_id), bigram_loss(run)
+    for name, loss in (("this model", nats), ("a bigram table", bigram)):
+        log.event(f"note: {name}: {loss:.4f} nats/byte, {loss / math.log(2):.4f} bits/byte on held-out text")
+    prompt = list(b"\n\nThe ")
+    tokens = generate(run.model, [c.eod_id] + prompt, c.sample_tokens, val_view(run, c.num_steps), c.seed)
+    text = bytes(t for t in tokens if t < 256)
+    log.event("note: a sample of what it writes:")
+    log.event("\n".join("    | " + line for line in text.decode("utf-8", "replace").splitlines()))
+    log.event(f"note: {result['tokens_trained'] / result['train_time_ms'] * 1e3:,.0f} tokens/s on this machine; a GPU "
+              "would train the real thing: ./run.sh on one to eight H100s with FineWeb shards")
+    if log.path:
+        log.event(f"note: the log is {log.path}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 10. Front door
+# Parse, enter the world, train, leave. Exit codes: 0 done, 1 failed, 2 refused.
+
+
+def main(argv: list[str]) -> int:
+    if {"--help", "-h"} & set(argv):
+        print(help_text())
+        return 0
+    log = world = None
+    try:
+        config, overrides = parse_config(argv, "record" if torch.cuda.is_available() else "demo")
+        if config.deterministic == "on":
+            torch.use_deterministic_algorithms(True)
+        world = init_world(config.deterministic == "on")
+        log = RunLog(config.log_dir, world)
+        train(config, world, log, overrides, argv)
+        return 0
+    except (Refusal, Failure) as error:
+        if world is None or world.rank == 0:
+            print(f"train_gpt: {error}", file=sys.stderr, flush=True)
+        if log is not None:
+            status = "refused" if isinstance(error, Refusal) else "failed"
+            log.write("result:" + json.dumps(dict(status=status, reason=str(error))))
+        return 2 if isinstance(error, Refusal) else 1
+    finally:
+        if log is not None:
+            log.close()
+        if world is not None:
+            close_world(world)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
