@@ -167,10 +167,8 @@ RESUME_MAY_CHANGE = set(HARMLESS_KEYS[1:]) | {          # what a resumed run may
 def parse_value(key: str, kind: type, text: str):
     """Text of --key=text as a value of the field's type; raises Refusal with one line."""
     try:
-        if kind is int:
-            return 0 if key == "micro_rows" and text == "auto" else int(text)
-        if kind is float:
-            return float(text)
+        if kind in (int, float):
+            return 0 if (key, text) == ("micro_rows", "auto") else kind(text)
         if kind is str:
             text = SWITCH_WORDS.get(text.lower(), text) if "on" in CHOICES.get(key, ()) else text
             if key in CHOICES and text not in CHOICES[key]:
@@ -194,6 +192,7 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
     texts = {}
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
+        key = key.replace("-", "_")
         if not arg.startswith("--") or (not equals and "on" not in CHOICES.get(key, ())):
             raise Refusal(f"{arg}: expected --key=value (see --help)")
         if key not in kinds:
@@ -266,7 +265,10 @@ def init_world(deterministic: bool = False) -> World:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")     # varying shapes without fragmentation
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    try:
+        rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    except ValueError as error:
+        raise Refusal(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers ({error}); start with torchrun") from None
     device = torch.device("cpu")
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
@@ -585,7 +587,7 @@ class Optimizer:
         for bank, work in zip(self.banks, pending):
             if work is not None:
                 work.wait()
-            norms.append(bank.grad_shard.float().square().sum())
+            norms.append(torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square())
             self.update(bank, lr_scale, momentum)
             gathers.append(bank.gather())
         for bank, work in zip(self.banks, gathers):

@@ -70,7 +70,7 @@ def test_config_is_frozen(tg):
 @pytest.mark.parametrize("argv, parts", [
     (["--nonsense=1"], ["--nonsense", "no such key"]),
     (["--num_step=1"], ["no such key", "num_steps"]),
-    (["--num-steps=1"], ["--num-steps", "no such key"]),
+    (["--num-step=1"], ["--num_step", "no such key", "num_steps"]),
     (["--=1"], ["no such key"]),
     (["num_steps=1"], ["num_steps=1", "--key=value"]),
     (["--num_steps", "5"], ["--num_steps", "--key=value"]),
@@ -125,3 +125,7 @@ def test_every_number_of_the_defaults_is_finite(tg):
         config = tg.parse_config([f"--preset={name}"])[0]
         numbers = [v for v in dataclasses.asdict(config).values() if isinstance(v, (int, float))]
         assert all(math.isfinite(n) for n in numbers) and len(numbers) > 30
+
+
+def test_hyphens_in_keys_are_underscores(tg):
+    assert tg.parse_config(["--preset=tiny", "--num-steps=7"])[1] == {"num_steps": 7}
