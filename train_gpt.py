@@ -257,8 +257,8 @@ class World:
         return self.device.type == "cuda"
 
 
-def init_world(deterministic: bool = False) -> World:
-    """Read the launcher's variables (torchrun's), take the device and join the group. Raises Refusal."""
+def init_world(deterministic: bool = False, join: bool = True) -> World:
+    """Read the launcher's variables (torchrun's), take the device and join the group, now or later. Raises Refusal."""
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < (2, 11):
         raise Refusal(f"torch {torch.__version__} found, expected 2.11 or newer: pip install -r requirements.txt")
@@ -277,10 +277,20 @@ def init_world(deterministic: bool = False) -> World:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
-    if size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=10),
-                                device_id=device if device.type == "cuda" else None)
-    return World(rank, size, device)
+    world = World(rank, size, device)
+    if join:
+        join_group(world)
+    return world
+
+
+def join_group(world: World) -> None:
+    """Meet the other ranks. Raises Refusal when the launcher's variables don't say where."""
+    if world.size > 1:
+        try:
+            dist.init_process_group("nccl" if world.is_cuda else "gloo", timeout=datetime.timedelta(minutes=10),
+                                    device_id=world.device if world.is_cuda else None)
+        except ValueError as error:
+            raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with torchrun") from None
 
 
 def find_compiler() -> str | None:
@@ -1961,8 +1971,9 @@ def main(argv: list[str]) -> int:
         config, overrides = parse_config(argv, "record" if torch.cuda.is_available() else "demo")
         if config.deterministic == "on":
             torch.use_deterministic_algorithms(True)
-        world = init_world(config.deterministic == "on")
-        log = RunLog(config.log_dir, world)
+        world = init_world(config.deterministic == "on", join=False)
+        log = RunLog(config.log_dir, world)              # before the ranks meet: a refusal of rank 0 then ends all
+        join_group(world)
         result = train(config, world, log, overrides, argv)
         return 128 + result["signal"] if result["status"] == "stopped" else 0
     except (Refusal, Failure, torch.OutOfMemoryError) as error:

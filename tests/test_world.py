@@ -68,3 +68,14 @@ def test_a_compiler_is_found_on_the_path_or_named_by_cc(tg, monkeypatch, tmp_pat
     assert tg.find_compiler() == str(tmp_path / "gcc")
     monkeypatch.setenv("CC", "my-compiler")
     assert tg.find_compiler() == str(tmp_path / "my-compiler")
+
+
+def test_launcher_variables_that_make_no_sense_are_refused(tg, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(tg.Refusal, match="whole numbers.*torchrun"):
+        tg.init_world()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(tg.Refusal, match="WORLD_SIZE=2, but no meeting point.*torchrun"):
+        tg.init_world()
