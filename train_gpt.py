@@ -544,10 +544,8 @@ class Bank:
         start = 0
         for (name, p), count in zip(group.params.items(), counts):
             self.offsets[name] = start
-            stop = start + p.numel() // math.prod(unit)
-            self.weight[start:stop].view(p.shape).copy_(p.data)
-            p.data = self.weight[start:stop].view(p.shape)
-            p.grad = self.grad[start:stop].view(p.shape)
+            self.part(self.weight, name).copy_(p.data)
+            p.data, p.grad = self.part(self.weight, name), self.part(self.grad, name)
             start += count
         size = total // world.size
         self.weight_shard = self.weight[world.rank * size:(world.rank + 1) * size]
@@ -623,9 +621,8 @@ class Optimizer:
         """Every tensor that a step changes, by name: what warm-up must restore and a checkpoint must hold."""
         out = {}
         for bank in self.banks:
-            out |= {f"{bank.group.name}.weight": bank.weight, f"{bank.group.name}.grad": bank.grad,
-                    f"{bank.group.name}.master": bank.master}
-            out |= {f"{bank.group.name}.{key}": value for key, value in bank.state.items()}
+            changing = dict(weight=bank.weight, grad=bank.grad, master=bank.master, **bank.state)
+            out |= {f"{bank.group.name}.{key}": value for key, value in changing.items()}
         return out
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
@@ -973,6 +970,7 @@ class TokenStream:
             self.starts.append(self.starts[-1] + shard_tokens(path))
         self.num_tokens = self.starts[-1]
         self.maps: dict[int, Tensor] = {}
+        self.indexed: dict[tuple[int, int], list[int]] = {}      # a shard is searched once, however many ask
 
     def shard(self, k: int) -> Tensor:
         """Tokens of shard k as int16 (the bits of uint16)."""
@@ -995,6 +993,8 @@ class TokenStream:
 
     def document_starts(self, k: int, eod_id: int) -> list[int]:
         """Positions of eod_id in shard k, counted from the stream's begin. Raises Refusal on ids out of range."""
+        if (k, eod_id) in self.indexed:
+            return self.indexed[k, eod_id]
         tokens, starts = self.shard(k), []
         eod, step = eod_id - 65_536 * (eod_id > 32_767), 2 ** 20
         for a in range(0, len(tokens), step):
@@ -1005,6 +1005,7 @@ class TokenStream:
                 raise Refusal(f"{self.paths[k]}: token {int(ids[bad])} at position {a + bad} is outside the vocabulary "
                               f"of {self.vocab_size}; were these shards made with another tokenizer?")
             starts += ((part == eod).nonzero().flatten() + (self.starts[k] + a)).tolist()
+        self.indexed[k, eod_id] = starts
         return starts
 
     def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
