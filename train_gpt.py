@@ -74,45 +74,51 @@ class Config:
     vocab_size: int = 50_257               # ids in use; a dataset.json beside the shards overrides it
     eod_id: int = 50_256                   # the token that stands before every document
     # Length and batch
-    num_steps: int = 1393
-    batch_tokens: int = 524_288            # tokens of a full-size step over all ranks and micro-steps
+    num_steps: int = 1285
+    batch_tokens: int = 524_288            # tokens of the largest step over all ranks and micro-steps
     row_tokens: int = 16_384               # the atom of data: documents are packed into rows, nothing crosses rows
     micro_rows: int = 4                    # at most this many rows in one forward pass (memory only; 0 = find out)
-    stages: str = "record20"               # which table of stages: batch, window, document clip, rate
+    pool_rows: int = 1                     # rows that share one sampled softmax; divides micro_rows
+    stages: str = "fast"                   # which table of stages: batch, window, document clip, rate, candidates, ..
     # Validation
     val_tokens: int = 10_485_760           # targets scored: the first of the validation files; 0 = all there are
-    val_row_tokens: int = 65_536           # context of validation
-    val_every_steps: int = 125             # 0 = only at the end
+    val_overlap: int = 2048                # tokens of context that a row of validation has before its first target
+    val_window_blocks: int = 20            # long window of validation, wider than any in training
+    val_every_steps: int = 0               # 0 = only at the end
     target_loss: float = 3.28              # stop and say so when validation reaches it; 0 = run to the end
     # Model
     model_dim: int = 768
-    num_layers: int = 12
+    num_layers: int = 11
     num_heads: int = 6
-    head_dim: int = 128
+    head_dim: int = 128                    # of the values
+    qk_dim: int = 128                      # of queries and keys
     mlp_dim: int = 3072
-    long_layers: tuple[int, ...] = (0, 4, 11)       # layers that see the whole window; others see half of it
-    no_attention_layers: tuple[int, ...] = (7,)
-    ngram_rows: tuple[int, ...] = ()       # hashed embeddings of the last 2, 3, .. tokens: rows of each table
-    num_value_tables: int = 3              # value embeddings, shared by the first and the last so many layers
-    window_tokens: int = 1792              # largest attention window; grows to it along the stages
+    long_layers: tuple[int, ...] = (3, 10)          # layers that see the whole window; others see half of it
+    no_attention_layers: tuple[int, ...] = (6,)
+    value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)     # layers with a value embedding, each of its own
+    skip: tuple[int, ...] = (3, 6)         # from the output of a layer to the input of another, gated
+    late_source: int = 7                   # later layers' attention reads this layer's output; taken back at the end
+    table_rows: int = 2_097_143            # hashed rows for each order of n-grams, a prime; 0 = no table
+    table_orders: tuple[int, ...] = (2, 3)          # n of the n-grams, up to 4
     block_tokens: int = 128                # granularity of windows and block masks
-    attention_scale: float = 0.12
+    attention_scale: float = 0.1
     rotary_base: float = 1024.0
-    softcap: float = 15.0                  # logits z become softcap * tanh(z / softcap)
-    # Optimizer
-    lr_matrix: float = 0.05                # Muon, hidden matrices
+    squash: tuple[float, ...] = (23.0, 5.0, 7.5)     # cap, shift, width: logits become cap sigmoid((z + shift) / width)
+    negatives_correction: float = 0.0      # 1: drawn negatives stand for all (unbiased normaliser); 0: not
+    # Optimizer; betas and decays stand in the table of families
+    lr_matrix: float = 0.023               # NorMuon, hidden matrices
     lr_embed: float = 0.6                  # Adam, token and value embeddings
-    lr_ngram: float = 0.2                  # Adam, n-gram tables
-    lr_head: float = 0.008                 # Adam, output head
+    lr_head: float = 0.008                 # Adam, output head and gates
     lr_scalar: float = 0.04                # Adam, mixing scalars
-    adam_beta1: float = 0.8
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-10                # zero-initialised heads need it this small
+    lr_table: float = 0.56                 # row-wise RMS steps, hashed n-gram table
     momentum_start: float = 0.85
     momentum_end: float = 0.95
-    momentum_warmup_steps: int = 300
-    cooldown_frac: float = 0.4             # last part of the run with a linearly falling rate
-    lr_floor: float = 0.1                  # the rate it falls to, relative
+    momentum_warmup_frac: float = 0.25
+    momentum_cooldown_frac: float = 0.04   # back to the start over the last part of the run
+    cooldown_frac: float = 0.8             # last part of the run with a linearly falling rate
+    lr_floor: float = 0.3                  # the rate it falls to, relative
+    tail_frac: float = 0.25                # last part of the run whose weights are averaged (time constant: a third)
+    tail_blend: float = 0.5                # share of the average in the final weights; 0 = none
     # Machine
     seed: int = 0
     compile: str = "auto"                  # auto (on with a GPU) | on | off
@@ -123,7 +129,6 @@ class Config:
     log_dir: str = "logs"
     log_every_steps: int = 10
     profile_steps: int = 0                 # so many steps (from step 5 on) into a Chrome trace beside the log
-    sample_tokens: int = 0                 # so many generated tokens at the end (byte vocabularies only)
     # Trust
     checkpoint_every_steps: int = 0        # and once at the end; 0 = only when SIGTERM or SIGINT stops the run
     checkpoint_dir: str = "checkpoints"    # each run gets a folder of its own in it, with its last two checkpoints
@@ -141,18 +146,20 @@ class Config:
 
 PRESETS: dict[str, dict] = {
     "record": {},
-    "sprint": dict(num_steps=290, target_loss=3.48, val_tokens=2_097_152, max_epochs=2, micro_rows=4),
+    "sprint": dict(num_steps=465, batch_tokens=262_144, pool_rows=2, target_loss=3.48, val_tokens=2_097_152,
+                   max_epochs=2),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
-        vocab_size=257, eod_id=256, num_steps=200, batch_tokens=4096, row_tokens=256, micro_rows=16, stages="flat",
-        val_tokens=0, val_row_tokens=256, val_every_steps=25, target_loss=0.0, model_dim=128, num_layers=4,
-        num_heads=2, head_dim=64, mlp_dim=512, long_layers=(0, 3), no_attention_layers=(), num_value_tables=2,
-        ngram_rows=(8192, 32_768, 32_768), window_tokens=256, block_tokens=32, attention_scale=0.3, sample_tokens=400),
+        vocab_size=257, eod_id=256, num_steps=510, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=4,
+        val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=100, target_loss=0.0,
+        model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, mlp_dim=512, long_layers=(1, 3),
+        no_attention_layers=(), value_layers=(0, 2, 3), skip=(0, 2), late_source=1, table_rows=65_521, block_tokens=32,
+        checkpoint_every_steps=10 ** 6),
     "tiny": dict(
-        max_epochs=1, vocab_size=50_257, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8,
-        val_tokens=10_000, val_row_tokens=128, val_every_steps=0, target_loss=0.0,
-        model_dim=64, num_layers=2, num_heads=2, head_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(),
-        num_value_tables=1, window_tokens=64, block_tokens=16, momentum_warmup_steps=10),
+        max_epochs=1, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
+        val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
+        mlp_dim=128, long_layers=(0,), no_attention_layers=(), value_layers=(0, 2), skip=(0, 2), late_source=1,
+        table_rows=1021, block_tokens=16),
 }
 CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
                fp8=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
@@ -160,8 +167,8 @@ SWITCH_WORDS = {"true": "on", "1": "on", "yes": "on", "false": "off", "0": "off"
 HARMLESS_KEYS = ("seed", "log_dir", "micro_rows", "train_files", "val_files",     # overrides that change no curve
                  "checkpoint_every_steps", "checkpoint_dir", "self_check")
 RESUME_MAY_CHANGE = set(HARMLESS_KEYS[1:]) | {          # what a resumed run may set anew; the data itself is compared
-    "preset", "resume", "max_epochs", "val_tokens", "val_row_tokens", "val_every_steps", "target_loss", "compile",
-    "attention", "fp8", "deterministic", "log_every_steps", "profile_steps", "sample_tokens"}
+    "preset", "resume", "max_epochs", "val_tokens", "val_overlap", "val_window_blocks", "val_every_steps",
+    "target_loss", "compile", "attention", "fp8", "deterministic", "log_every_steps", "profile_steps"}
 
 
 def parse_value(key: str, kind: type, text: str):
@@ -174,10 +181,10 @@ def parse_value(key: str, kind: type, text: str):
             if key in CHOICES and text not in CHOICES[key]:
                 raise ValueError
             return text
-        return tuple(int(part) for part in text.split(",") if part)
+        return tuple(float(part) if "." in part else int(part) for part in text.split(",") if part)
     except ValueError:
         wanted = "one of " + ", ".join(CHOICES[key]) if key in CHOICES else \
-            {int: "a whole number", float: "a number"}.get(kind, "whole numbers with commas, as 0,4,11")
+            {int: "a whole number", float: "a number"}.get(kind, "numbers with commas, as 0,4,11")
         raise Refusal(f"--{key}={text}: expected {wanted}") from None
 
 
@@ -210,33 +217,31 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
 
 def check_config(c: Config) -> None:
     """Raises Refusal when settings can't work together."""
-    def need(ok: bool, text: str) -> None:
+    def need(ok: bool, key: str, expected: str) -> None:
         if not ok:
-            raise Refusal(text)
+            raise Refusal(f"--{key}={getattr(c, key)}: expected {expected}")
 
     for f in dataclasses.fields(c):
-        value = getattr(c, f.name)
-        if isinstance(value, (int, float)):
-            need(0 <= value < 2 ** 63, f"--{f.name}={value}: expected a finite number from 0 to 2^63")
-    for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim "
-                "num_heads head_dim mlp_dim vocab_size log_every_steps softcap rotary_base").split():
-        need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected more than 0")
-    need(c.batch_tokens % c.row_tokens == 0,
-         f"--batch_tokens={c.batch_tokens}: expected a multiple of row_tokens={c.row_tokens}")
-    for key in ("row_tokens", "val_row_tokens", "window_tokens"):
-        need(getattr(c, key) % c.block_tokens == 0 and getattr(c, key) > 0,
-             f"--{key}={getattr(c, key)}: expected a multiple of block_tokens={c.block_tokens}")
-    need(c.head_dim % 4 == 0, f"--head_dim={c.head_dim}: expected a multiple of 4 (rotary turns half of each head)")
-    need(c.eod_id < c.vocab_size, f"--eod_id={c.eod_id}: expected less than vocab_size={c.vocab_size}")
-    need(c.vocab_size <= 65_536, f"--vocab_size={c.vocab_size}: shards hold 16-bit tokens, at most 65536")
-    need(2 * c.num_value_tables <= c.num_layers,
-         f"--num_value_tables={c.num_value_tables}: expected at most num_layers / 2 = {c.num_layers // 2}")
-    for key in ("long_layers", "no_attention_layers"):
-        need(all(0 <= i < c.num_layers for i in getattr(c, key)),
-             f"--{key}={getattr(c, key)}: expected layers from 0 to {c.num_layers - 1}")
-    need(c.adam_beta1 < 1 and c.adam_beta2 < 1 and c.momentum_end < 1 and c.momentum_start < 1,
-         "--adam_beta1, --adam_beta2, --momentum_start, --momentum_end: expected less than 1")
-    need(c.cooldown_frac <= 1, f"--cooldown_frac={c.cooldown_frac}: expected at most 1")
+        if isinstance(value := getattr(c, f.name), (int, float)):
+            need(0 <= value < 2 ** 63, f.name, "a finite number from 0 to 2^63")
+    for key in ("num_steps batch_tokens row_tokens block_tokens num_layers max_epochs model_dim num_heads head_dim "
+                "qk_dim mlp_dim pool_rows vocab_size log_every_steps rotary_base val_window_blocks").split():
+        need(getattr(c, key) > 0, key, "more than 0")
+    for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"), ("val_overlap", "block_tokens"),
+                      ("micro_rows", "pool_rows")):
+        need(getattr(c, key) % getattr(c, unit) == 0, key, f"a multiple of {unit}={getattr(c, unit)}")
+    need(c.val_overlap < c.row_tokens, "val_overlap", f"less than row_tokens={c.row_tokens}")
+    need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4 (rotary turns half of each head)")
+    need(c.eod_id < c.vocab_size, "eod_id", f"less than vocab_size={c.vocab_size}")
+    need(c.vocab_size <= 65_536, "vocab_size", "at most 65536 (shards hold 16-bit tokens)")
+    for key in ("long_layers", "no_attention_layers", "value_layers", "skip"):
+        need(all(0 <= i < c.num_layers for i in getattr(c, key)), key, f"layers from 0 to {c.num_layers - 1}")
+    need(len(c.skip) in (0, 2) and c.skip == tuple(sorted(set(c.skip))), "skip", "none or two layers in order")
+    need(c.late_source < c.num_layers, "late_source", f"a layer, 0 to {c.num_layers - 1}")
+    need(all(n in (1, 2, 3, 4) for n in c.table_orders or [0]), "table_orders", "numbers from 1 to 4")
+    need(len(c.squash) == 3 and min(c.squash[::2]) > 0, "squash", "cap, shift, width; cap and width more than 0")
+    for key in "momentum_start momentum_end cooldown_frac tail_frac tail_blend".split():
+        need(getattr(c, key) <= 1 - (key[0] == "m") * 1e-9, key, "less than 1" if key[0] == "m" else "at most 1")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -336,32 +341,53 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5     # Keller Jordan's quintic: slope at 0 maximal, ends near [0.7, 1.2]
+# Five quintic maps, each the best for what the one before leaves (Polar Express, Amsel et al. 2025).
+POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
+                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
 
 def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearest semi-orthogonal matrix of each G, up to singular values in about [0.7, 1.2]. [N, R, C] -> same, dtype.
+    """Nearest semi-orthogonal matrix of each G, up to singular values near 1. [N, R, C] -> same, in dtype.
 
-    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / |G|_F, on the smaller side (Bernstein; Jordan).
+    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / (1.02 |G|_F), on the smaller side (Jordan).
     The norm is taken in fp32 without a visible epsilon, so that gradients of any size give the same answer.
     """
     X = G_NRC.float()
-    X = (X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-30)).to(dtype)
+    X = (X / (1.02 * X.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)).to(dtype)
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X
-    for a, b, c in NEWTON_SCHULZ:
+    for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.mT if tall else X
 
 
-def softcapped_cross_entropy(logits: Tensor, targets: Tensor, softcap: float) -> Tensor:
-    """Sum of cross-entropies in fp32. logits [T, V]; targets [T], negative ones are left out. -> scalar.
+class Squash(NamedTuple):
+    """Logits z become cap * sigmoid((z + shift) / width): a softcap that lets right answers stand out (record 54)."""
 
-    2s sigmoid(2z / s) = s tanh(z / s) + s: the same softmax as the tanh form (Gemma 2) at one operation less.
+    cap: float
+    shift: float
+    width: float
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.cap * torch.sigmoid((z.float() + self.shift) / self.width)
+
+
+def further_cross_entropy(logits: Tensor, bias: Tensor, targets: Tensor, weights: tuple[Tensor, ...], squash: Squash
+                          ) -> Tensor:
+    """Sum of weighted cross-entropies in fp32. logits [T, P]; bias [P] is added to squashed logits in the normaliser.
+
+    targets [K, T] are columns of logits, negative ones are left out; row k counts weights[k] (0-D). -> scalar.
     """
-    z = 2 * softcap * torch.sigmoid(logits.float() * (2 / softcap))
-    return F.cross_entropy(z, targets.long(), ignore_index=-1, reduction="sum")
+    lse = (squash(logits) + bias).logsumexp(1)
+    loss = torch.zeros_like(lse[0])
+    for target, weight in zip(targets.long(), weights):
+        at_target = squash(logits.gather(1, target.clamp(min=0)[:, None]))[:, 0]
+        loss = loss + ((lse - at_target) * (target >= 0)).sum() * weight
+    return loss
 
 
 def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
@@ -373,10 +399,12 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
 X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # constants: every micro-batch sees the same scales
 
 
-def head_gradients(x: Tensor, w: Tensor, targets: Tensor, softcap: float, fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss and its gradients by x [T, K] and w [V, K], in one go: no second look at the [T, V] logits.
+def head_gradients(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple[Tensor, ...], squash: Squash,
+                   fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """further_cross_entropy of x [T, E] w^T [E, P] and its gradients by x and w, without a second look at the logits.
 
-    z lies in (0, 2s), so exp needs no maximum; the gradient is (softmax - onehot) 4 sigmoid (1 - sigmoid), at most 1.
+    Squashed logits lie in (0, cap), so exp needs no maximum. By the logits the gradient is (total softmax - onehots)
+    cap / width sigmoid (1 - sigmoid), total being the weights that count: at most 1.4 with weights 1, 1/2, 1/4.
     With fp8: e4m3 forward, e5m2 gradient (record 19 of the public race). Reference: plain autograd of GPT.plain_loss.
     """
     if fp8:
@@ -384,13 +412,16 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, softcap: float, fp8: b
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), True)
     else:
         logits = F.linear(x, w)
-    half = torch.sigmoid(logits.float() * (2 / softcap))
-    lse = (2 * softcap * half - softcap).exp().sum(1, keepdim=True).log() + softcap
-    counts, targets = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
-    at_target = 2 * softcap * torch.sigmoid(logits.gather(1, targets.long()).float() * (2 / softcap))
-    loss = ((lse - at_target) * counts).sum()
-    onehot = torch.arange(w.size(0), device=w.device, dtype=targets.dtype) == targets
-    grad = ((2 * softcap * half - lse).exp() - onehot.float()) * (4 * half * (1 - half)) * counts
+    half = torch.sigmoid((logits.float() + squash.shift) / squash.width)
+    lse = (squash.cap * (half - 1) + bias).exp().sum(1, keepdim=True).log() + squash.cap
+    columns = torch.arange(w.size(0), device=w.device, dtype=targets.dtype)
+    loss, total, onehots = torch.zeros_like(lse[0, 0]), 0.0, 0.0
+    for target, weight in zip(targets, weights):
+        target, weight = target[:, None], (target >= 0)[:, None] * weight
+        loss = loss + ((lse - squash(logits.gather(1, target.clamp(min=0).long()))) * weight).sum()
+        total, onehots = total + weight, onehots + (columns == target) * weight
+    slope = half * (1 - half) * (squash.cap / squash.width)
+    grad = ((squash.cap * half + bias - lse).exp() * total - onehots) * slope
     if not fp8:
         grad = grad.to(x.dtype)
         return loss, grad @ w, grad.t() @ x
@@ -404,21 +435,50 @@ class HeadLoss(torch.autograd.Function):
     """head_gradients as a differentiable scalar; gradients (a compiled head_gradients) does the work in forward."""
 
     @staticmethod
-    def forward(ctx, x, w, targets, softcap, fp8, gradients):
-        loss, dx, dw = gradients(x, w, targets, softcap, fp8)
+    def forward(ctx, x, w, bias, targets, weights, squash, fp8, gradients):
+        loss, dx, dw = gradients(x, w, bias, targets, weights, squash, fp8)
         ctx.save_for_backward(dx, dw)
         return loss
 
     @staticmethod
     def backward(ctx, upstream):
         dx, dw = ctx.saved_tensors
-        return dx * upstream.to(dx.dtype), dw * upstream.to(dw.dtype), None, None, None, None
+        return dx * upstream.to(dx.dtype), dw * upstream.to(dw.dtype), None, None, None, None, None, None
+
+
+def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """count ids for a softmax over a sample: all distinct targets, then others as a fixed walk over all ids finds them.
+
+    -> ids [count], each once; column of each id [vocab], -1 where it is left out; number of distinct targets, 0-D.
+    The walk visits (start + j) * 20011 mod vocab, so that moving windows reach every id equally often. No sort, no
+    host synchronisation (sampled softmax of record 92). Should targets alone exceed count, the last ones are left out.
+    """
+    device = targets.device
+    stride = next(s for s in (20_011, 10_007, 7919, 1) if math.gcd(s, vocab) == 1)
+    walk = (torch.arange(vocab, device=device) + start % vocab) * stride % vocab
+    is_target = torch.zeros(vocab + 1, dtype=torch.int32, device=device)
+    is_target.scatter_(0, torch.where(targets < 0, vocab, targets).flatten().long(), 1)
+    found = is_target[walk]
+    num_targets = found.sum()
+    order = torch.where(found > 0, found.cumsum(0) - 1, num_targets + (1 - found).cumsum(0) - 1)
+    order = torch.where(order < count, order, count)
+    ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, order, walk)[:count]
+    columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, order)
+    return ids, columns.masked_fill(columns == count, -1), num_targets
+
+
+def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
+    """x [B, T, ..] moved later by distance positions along each row (negative: earlier)."""
+    pad = (0, 0) * (x_BT.ndim - 2) + ((distance, 0) if distance > 0 else (0, -distance))
+    x = F.pad(x_BT, pad, value=fill)
+    return x[:, :x_BT.size(1)] if distance > 0 else x[:, -distance:]
 
 
 class Mask(NamedTuple):
     """Who sees whom: causal, same segment, and at most so many blocks back. One of dense and blocks is set."""
 
     segments_BT: Tensor
+    previous_BT: Tensor | None = None            # where keys take a half from the token before (partial key offset)
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
     blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists: partial, full, and both transposed
 
@@ -426,6 +486,11 @@ class Mask(NamedTuple):
 def segment_ids(tokens_BT: Tensor, eod_id: int) -> Tensor:
     """Number of document starts up to each position of its row: the one rule of what belongs together. int32 [B, T]."""
     return (tokens_BT == eod_id).cumsum(1, dtype=torch.int32)
+
+
+def neighbour(segments_BT: Tensor, distance: int) -> Tensor:
+    """Whether the token distance places before (negative: after) is of the same segment, [B, T]: the one rule again."""
+    return shift(segments_BT, distance, fill=-1) == segments_BT
 
 
 def dense_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
@@ -493,7 +558,11 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Group(NamedTuple):
-    """Parameters that share one rule and one rate. kind: muon (matrices [.., R, C] of one shape) | adam (any)."""
+    """Parameters that share one rule and one rate.
+
+    kind: muon (matrices [.., R, C] of one shape) | adam (any) | rows (one table [R, C] that is looked up by row).
+    A rows parameter has no .grad but .touched: a list of (ids [..], looked-up rows [.., C] whose .grad is wanted).
+    """
 
     name: str
     kind: str
@@ -501,27 +570,68 @@ class Group(NamedTuple):
     lr: float
     betas: tuple[float, float] = (0.8, 0.95)
     eps: float = 1e-10
+    decay: float = 0.0           # cautious: only where the step goes towards zero anyway
+    every: int = 1               # update on every so-manieth step, with the gradients of all steps since
+    tail: bool = False           # whether the final weights are blended with an average over the tail of the run
 
 
-def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: Tensor, momentum: Tensor,
-                dtype: torch.dtype) -> None:
-    """Muon (Jordan et al. 2024) on a stack [N, R, C]: Nesterov momentum, orthogonalised. In place: weight, buffer.
+def cautious_step(weight: Tensor, step: Tensor, decay: Tensor) -> None:
+    """W <- W - step - decay W where the step shrinks W (cautious weight decay, Chen et al. 2025). In place."""
+    weight.sub_(step + decay * weight * (step * weight > 0))
 
-    M <- mu M + (1 - mu) G;  W <- W - lr sqrt(max(1, R/C)) orth((1 - mu) G + mu M).
+
+def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, second: Tensor, lr: Tensor, momentum: Tensor,
+                beta2: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+    """NorMuon (Li et al. 2025) on a stack [N, R, C]: Muon with a variance for each of the max(R, C) neurons.
+
+    M <- mu M + (1 - mu) G;  O = orth((1 - mu) G + mu M);  v <- b v + (1 - b) mean over the short side of O^2
+    O <- O / sqrt(v), rescaled to its old norm;  W <- W - lr sqrt(max(1, R/C)) O, cautiously decayed by decay lr^2 ..
+    In place: weight, momentum_buffer, second (v, [N, R, 1] or [N, 1, C]).
     """
     grad = grad.float()
     momentum_buffer.mul_(momentum).add_(grad * (1 - momentum))
-    update = orthogonalize(grad * (1 - momentum) + momentum_buffer * momentum, dtype)
-    weight.sub_(update.float() * (lr * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5))
+    update = orthogonalize(grad * (1 - momentum) + momentum_buffer * momentum, dtype).float()
+    side = -1 if second.size(-1) == 1 else -2
+    second.mul_(beta2).add_(update.square().mean(side, keepdim=True) * (1 - beta2))
+    scaled = update * second.clamp(min=1e-20).rsqrt()
+    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
+    scaled = scaled * (before / after.clamp(min=1e-20))
+    rate = lr * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
+    cautious_step(weight, rate * scaled, decay * lr * rate)
 
 
 def adam_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, lr: Tensor, bias1: Tensor,
-                bias2: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor) -> None:
-    """Adam (Kingma & Ba 2015), bias-corrected, any shape. bias = 1 - beta^step. In place: weight and both averages."""
+                bias2: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor, decay: Tensor) -> None:
+    """Adam (Kingma & Ba 2015), bias-corrected, any shape, decayed by decay lr^2. In place: weight and both averages."""
     grad = grad.float()
     exp_avg.mul_(beta1).add_(grad * (1 - beta1))
     exp_avg_sq.mul_(beta2).add_(grad * grad * (1 - beta2))
-    weight.sub_(lr / bias1 * exp_avg / ((exp_avg_sq / bias2).sqrt() + eps))
+    cautious_step(weight, lr / bias1 * exp_avg / ((exp_avg_sq / bias2).sqrt() + eps), decay * lr * lr)
+
+
+def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
+    """Sums of the gradients [M, C] of equal ids [M] -> as many slots: distinct ids in order, then unused; their sums.
+
+    Static shapes and no host synchronisation; the order of every sum follows from ids alone (the backward pass of an
+    embedding sorts stably and adds in fp32), so that all ranks get the same bits.
+    """
+    ordered, place = ids.sort(stable=True)
+    slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
+    distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
+    slots = torch.empty_like(slot).scatter_(0, place, slot)
+    return distinct, torch.ops.aten.embedding_dense_backward(grads, slots, len(ids), -1, False)
+
+
+def rows_update(rows: Tensor, grad: Tensor, second: Tensor, age: Tensor, used: Tensor, lr: Tensor, beta2: Tensor,
+                eps: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Row-wise RMS steps without momentum (record 92): new rows [M, C] and second moments [M] of touched rows.
+
+    v <- b^age v + (1 - b) mean of G^2, age being the updates since the row's last one;  p <- p - lr G / sqrt(v).
+    """
+    weight, grad = rows.float(), grad.float() * used[:, None]
+    second = second * beta2 ** age + (1 - beta2) * grad.square().mean(1)
+    cautious_step(weight, lr * grad / (second.sqrt() + eps)[:, None], decay * lr * lr)
+    return weight.to(rows.dtype), second
 
 
 class Bank:
@@ -532,36 +642,34 @@ class Bank:
     """
 
     def __init__(self, group: Group, world: World):
-        self.group, self.world, self.steps = group, world, 0
+        self.group, self.world, self.steps, self.slices = group, world, 0, {}
         params = list(group.params.values())
         unit = params[0].shape[-2:] if group.kind == "muon" else ()
         align = 1 if group.kind == "muon" else 128       # keeps every view 256-byte aligned
-        counts = [round_up(p.numel() // math.prod(unit), align) for p in params]
-        total = round_up(sum(counts), align * world.size)
+        counts = [p.numel() // math.prod(unit) for p in params]
+        total = round_up(sum(round_up(count, align) for count in counts), align * world.size)
         self.weight = torch.zeros(total, *unit, dtype=params[0].dtype, device=world.device)
         self.grad = torch.zeros_like(self.weight)
-        self.offsets = {}
         start = 0
         for (name, p), count in zip(group.params.items(), counts):
-            self.offsets[name] = start
+            self.slices[name] = slice(start, start + count)
             self.part(self.weight, name).copy_(p.data)
             p.data, p.grad = self.part(self.weight, name), self.part(self.grad, name)
-            start += count
+            start += round_up(count, align)
         size = total // world.size
-        self.weight_shard = self.weight[world.rank * size:(world.rank + 1) * size]
+        self.mine = slice(world.rank * size, (world.rank + 1) * size)
+        self.weight_shard = self.weight[self.mine]
         self.grad_shard = self.grad if world.size == 1 else torch.zeros_like(self.weight_shard)
         self.master = self.weight_shard if self.weight.dtype == torch.float32 else self.weight_shard.float()
-        names = ("momentum",) if group.kind == "muon" else ("exp_avg", "exp_avg_sq")
-        self.state = {name: torch.zeros_like(self.master) for name in names}
-
-    def exact(self) -> dict[str, Tensor]:
-        """This rank's shards of what a checkpoint keeps: exact weights and state."""
-        return {"weight": self.master, **self.state}
+        self.state = {name: torch.zeros_like(self.master) for name in {
+            "muon": ("momentum",), "adam": ("exp_avg", "exp_avg_sq")}[group.kind] + ("tail",) * group.tail}
+        if group.kind == "muon":                         # a number for each neuron, along the long side
+            self.state["second"] = self.master.new_zeros(size, *((unit[0], 1) if unit[0] >= unit[1] else (1, unit[1])))
 
     def part(self, full: Tensor, name: str) -> Tensor:
-        """The parameter's view of a buffer of the whole bank."""
-        p, start = self.group.params[name], self.offsets[name]
-        return full[start:start + p.numel() // math.prod(full.shape[1:])].view(p.shape)
+        """The parameter's view of a buffer of the whole bank: in its shape, or with a number for each neuron."""
+        shape = self.group.params[name].shape
+        return full[self.slices[name]].view(shape[:len(shape) + 1 - full.ndim] + full.shape[1:])
 
     def reduce(self):
         """Start summing gradients over the ranks into this rank's shard."""
@@ -575,78 +683,166 @@ class Bank:
         if self.world.size > 1:
             return all_gather(self.weight, self.weight_shard, async_op=True)
 
+    def blend(self, share: float) -> None:
+        """Mix the tail's average into the weights, and give them back the norm they had (record 92)."""
+        dims = (-2, -1) if self.group.kind == "muon" else (0,)
+        mixed = self.master.lerp(self.state["tail"], share)
+        squares = torch.stack([t.square().sum(dims, keepdim=True) for t in (self.master, mixed)])
+        if self.group.kind == "adam" and self.world.size > 1:      # a shard's border may cut a parameter
+            dist.all_reduce(squares)
+        self.master.copy_(mixed * (squares[0] / squares[1].clamp(min=1e-30)).sqrt())
+
+    def zero_grad(self) -> None:
+        self.grad.zero_()
+
+    def exact(self) -> dict[str, Tensor]:
+        """This rank's shards of what a checkpoint keeps; a bank that waits has gradients from one step to the next."""
+        return {"weight": self.master, **self.state, **({"grad": self.grad_shard} if self.group.every > 1 else {})}
+
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        if self.group.every > 1 and (work := self.reduce()) is not None:
+            work.wait()
+        for kind, full in self.exact().items():
+            if self.world.size > 1:
+                shard, full = full, full.new_empty(len(self.weight), *full.shape[1:])
+                all_gather(full, shard)
+            yield from ((f"{name}/{kind}", self.part(full, name)) for name in self.slices)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        for kind, shard in self.exact().items():
+            full = shard.new_zeros(len(self.weight), *shard.shape[1:])
+            for name in self.slices:
+                self.part(full, name).copy_(tensors[f"{name}/{kind}"])
+            shard.copy_(full[self.mine])
+            if kind == "weight":
+                self.weight.copy_(full)
+        if self.group.every > 1:                         # the ranks' gradients add up to the saved sum
+            self.grad[self.mine] = self.grad_shard
+
+
+class RowBank:
+    """A table of which a step touches few rows. Every rank holds all of it and makes the same update.
+
+    Ids and gradients of the touched rows are collected in the order of the step's rows, whatever the ranks. The
+    table's last row belongs to nobody and stays as it is: lookups without an answer and free slots point there.
+    """
+
+    def __init__(self, group: Group, world: World):
+        self.group, self.world, self.steps = group, world, 0
+        (self.name, self.table), = group.params.items()
+        self.weight, device = self.table.data, world.device
+        self.state = dict(second=torch.zeros(len(self.weight), device=device),
+                          seen=torch.zeros(len(self.weight), dtype=torch.int32, device=device))
+
+    def reduce(self) -> None:
+        """Collect all ranks' ids [M] and gradients [M, C]."""
+        ids = torch.cat([ids.flatten() for ids, _ in self.table.touched])
+        self.grad_shard = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
+        self.ids, self.grads = ids, self.grad_shard
+        if self.world.size > 1:
+            self.ids, self.grads = (t.new_empty(self.world.size * len(t), *t.shape[1:]) for t in (ids, self.grad_shard))
+            all_gather(self.ids, ids)
+            all_gather(self.grads, self.grad_shard)
+
+    def gather(self) -> None:
+        """Nothing: all ranks have made the same update."""
+
+    def zero_grad(self) -> None:
+        self.table.touched.clear()
+        self.ids = self.grads = self.grad_shard = None
+
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((f"{self.name}/{kind}", t) for kind, t in dict(weight=self.weight, **self.state).items())
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        for key, t in self.gathered():
+            t.copy_(tensors[key])
+
 
 class Optimizer:
     """All groups. step() overlaps each bank's communication with its neighbours' updates."""
 
     def __init__(self, groups: list[Group], world: World, compile: bool, dtype: torch.dtype):
         self.world, self.dtype = world, dtype
-        self.banks = [Bank(group, world) for group in groups]
-        self.muon_update, self.adam_update = muon_update, adam_update
-        if compile:                                       # one Adam graph for flat banks of all lengths
+        self.banks = [(RowBank if group.kind == "rows" else Bank)(group, world) for group in groups]
+        self.muon_update, self.adam_update, self.rows_update = muon_update, adam_update, rows_update
+        if compile:                         # one graph for flat banks of all lengths, one for all numbers of rows
             self.muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
             self.adam_update = torch.compile(adam_update, dynamic=True, fullgraph=True)
+            self.rows_update = torch.compile(rows_update, dynamic=True, fullgraph=True)
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
-        """One update of everything; zeroes the gradients. -> squared gradient norm of each bank's shard, [banks]."""
-        pending = [bank.reduce() for bank in self.banks]
-        gathers, norms = [], []
-        for bank, work in zip(self.banks, pending):
+        """One update of everything due; zeroes its gradients. -> squared gradient norm of each bank's shard, [banks];
+        0 for a bank that waits for a later step."""
+        for bank in self.banks:
+            bank.steps += 1
+        due = [bank for bank in self.banks if bank.steps % bank.group.every == 0]
+        pending = [bank.reduce() for bank in due]
+        norms = {bank.group.name: torch.zeros((), device=self.world.device) for bank in self.banks}
+        gathers = []
+        for bank, work in zip(due, pending):
             if work is not None:
                 work.wait()
-            norms.append(torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square())
+            norms[bank.group.name] = torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square()
             self.update(bank, lr_scale, momentum)
             gathers.append(bank.gather())
-        for bank, work in zip(self.banks, gathers):
+        for bank, work in zip(due, gathers):
             if work is not None:
                 work.wait()
-            bank.grad.zero_()
-        return torch.stack(norms)
+            bank.zero_grad()
+        return torch.stack(list(norms.values()))
 
-    def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
-        bank.steps += 1
+    def update(self, bank: Bank | RowBank, lr_scale: float, momentum: float) -> None:
         # 0-D CPU tensors: new values don't recompile, and no number is baked into the compiler's cache on disk, which
         # with dynamic=True hands the graph of one beta to a run with another (torch 2.13).
-        group, scalar = bank.group, torch.tensor
-        lr = scalar(group.lr * lr_scale)
+        group, scalar, updates = bank.group, torch.tensor, bank.steps // bank.group.every
+        lr, (beta1, beta2), decay = scalar(group.lr * lr_scale), map(scalar, group.betas), scalar(group.decay)
         if group.kind == "muon":
-            self.muon_update(bank.master, bank.grad_shard, bank.state["momentum"], lr, scalar(momentum), self.dtype)
-        else:
-            bias1, bias2 = (scalar(1 - beta ** bank.steps) for beta in group.betas)
+            self.muon_update(bank.master, bank.grad_shard, bank.state["momentum"], bank.state["second"], lr,
+                             scalar(momentum), beta2, decay, self.dtype)
+        elif group.kind == "adam":
+            bias1, bias2 = (scalar(1 - beta ** updates) for beta in group.betas)
             self.adam_update(bank.master, bank.grad_shard, bank.state["exp_avg"], bank.state["exp_avg_sq"], lr,
-                             bias1, bias2, *map(scalar, group.betas), scalar(group.eps))
+                             bias1, bias2, beta1, beta2, scalar(group.eps), decay)
+        else:
+            unused = len(bank.weight) - 1
+            ids, grads = merge_rows(bank.ids, bank.grads, unused)
+            age = updates - bank.state["seen"][ids]
+            rows, second = self.rows_update(bank.weight[ids], grads, bank.state["second"][ids], age, ids < unused, lr,
+                                            beta2, scalar(group.eps), decay)
+            bank.weight[ids], bank.state["second"][ids] = rows, second
+            bank.state["seen"][ids] = torch.full_like(age, updates)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that a step changes, by name: what warm-up must restore and a checkpoint must hold."""
-        out = {}
+    @torch.no_grad()
+    def average(self, rate: float, share: float = 0.0) -> None:
+        """Move the average over the tail by rate towards the weights (1 begins it); a share > 0 ships it, mixed in."""
         for bank in self.banks:
-            changing = dict(weight=bank.weight, grad=bank.grad, master=bank.master, **bank.state)
-            out |= {f"{bank.group.name}.{key}": value for key, value in changing.items()}
-        return out
+            if bank.group.tail:
+                bank.state["tail"].lerp_(bank.master, rate)
+                if share:
+                    bank.blend(share)
+                    work = bank.gather()
+                    if work is not None:
+                        work.wait()
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that a step at rate 0 may change: all state, and all weights but those of tables."""
+        dense = [bank for bank in self.banks if bank.group.kind != "rows"]
+        return [t for bank in self.banks for t in bank.state.values()] + [
+            t for bank in dense for t in (bank.weight, bank.grad, bank.master)]
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """("PARAMETER/KIND", tensor): exact weights and state, whole and unpadded, on every rank; all must iterate."""
         for bank in self.banks:
-            for kind, shard in bank.exact().items():
-                full = shard
-                if self.world.size > 1:
-                    full = shard.new_empty(bank.weight.shape)
-                    all_gather(full, shard)
-                yield from ((f"{name}/{kind}", bank.part(full, name)) for name in bank.offsets)
+            yield from bank.gathered()
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
         """Take over what gathered() gave, on any number of ranks; steps by bank."""
         for bank in self.banks:
             bank.steps = steps[bank.group.name]
-            for kind, shard in bank.exact().items():
-                full = shard.new_zeros(bank.weight.shape)
-                for name in bank.offsets:
-                    bank.part(full, name).copy_(tensors[f"{name}/{kind}"])
-                shard.copy_(full.chunk(self.world.size)[self.world.rank])
-                if kind == "weight":
-                    bank.weight.copy_(full)
+            bank.load(tensors)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -660,45 +856,103 @@ class Layer(NamedTuple):
 
     attention: str | None        # "long" (whole window), "short" (half of it), None
     value_table: int | None      # which value embedding is mixed into the values
-    skip_from: int | None        # U-net: add the output of this earlier layer to the input
+    skip_from: int | None        # add the output of this earlier layer to the input, gated
+    source: int | None           # attention reads the output of this earlier layer instead of the layer's input
 
 
 def layer_table(c: Config) -> list[Layer]:
-    """Record 20's topology at any depth: shared value tables at both ends, mirrored skips, few long layers."""
+    """Record 89's topology at any depth: few long layers, one skip, late attention that reads one earlier layer."""
     table = []
     for i in range(c.num_layers):
-        mirrored = c.num_layers - 1 - i
         attention = None if i in c.no_attention_layers else "long" if i in c.long_layers else "short"
-        from_end = c.num_value_tables - 1 - mirrored
-        value = i if i < c.num_value_tables else from_end if from_end >= 0 else None
-        table.append(Layer(attention, value if attention else None, mirrored if mirrored < i else None))
+        value = c.value_layers.index(i) if attention and i in c.value_layers else None
+        source = c.late_source if attention and i > c.late_source else None
+        table.append(Layer(attention, value, c.skip[0] if c.skip[1:] == (i,) else None, source))
     return table
+
+
+class View(NamedTuple):
+    """What a forward pass is asked for besides its tokens. A step changes these numbers, never the graph."""
+
+    window: int                            # long window, in blocks
+    trained: tuple[int, int] = (1, 1)      # first and latest long window of training: rotary tables stretch along
+    weights: tuple[float, ...] = (1.0,)    # of the next target, the one after, ..
+    candidates: int = 0                    # ids in the training softmax, 0 = all
+    pool: int = 0                          # running number of this batch's first pool: where the negatives start
+    training: bool = False                 # gradients and looked-up rows are wanted; else only the loss
+
+
+GATE_DIMS = 16                             # gates look at so many channels
 
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, rows: tuple[int, ...], eod_id: int) -> list[Tensor]:
-    """Row [B, T] of each table for the 2, 3, .. tokens that end here. History stops where the segment begins."""
-    hashed, ids = tokens_BT.long(), []
-    for back, num_rows in enumerate(rows, 1):
-        older, segment = (F.pad(t, (back, -back), value=-1) for t in (tokens_BT, segments_BT))
-        hashed = (hashed * 1_000_003 + torch.where(segment == segments_BT, older, eod_id) + 1) % 2_147_483_647
-        ids.append(hashed % num_rows)
-    return ids
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    """[.., E] -> one number per row of weight [G, GATE_DIMS] from the first channels (record 28), [.., G]."""
+    return F.linear(x[..., :weight.size(-1)], weight)
 
 
-def add_skip(x: Tensor, skip: Tensor, weight: Tensor) -> Tensor:
-    return x + weight * skip
+def add_skip(x: Tensor, skip: Tensor, weight: Tensor, gates: Tensor) -> Tensor:
+    return x + weight * 2 * torch.sigmoid(gate(x, gates)) * skip
 
 
-def rotary_tables(num_positions: int, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, D/2], kept in like's precision. The upper half of the pairs stands still (half-truncated)."""
+def stem(e: Tensor, rows_JBTE: Tensor | None, signs_JBT: Tensor | None, sign_pool: Tensor, has_previous: Tensor,
+         smear: Tensor, gates: Tensor, mix: Tensor) -> tuple[Tensor, ...]:
+    """Token embeddings and looked-up n-gram rows -> x0, the n-gram vector, first input and its norm, each [B, T, E].
+
+    Smear: some of the token before is added (record 34). Signs: rows that share a slot by accident point elsewhere.
+    """
+    e = e + smear * torch.sigmoid(gate(e, gates)) * shift(e) * has_previous[..., None]
+    x0, ngram = norm(e), None
+    x = 1.0 * x0
+    if rows_JBTE is not None:
+        ngram = (rows_JBTE * sign_pool[signs_JBT]).sum(0)
+        x = x + mix * ngram
+    return x0, ngram, x, norm(x)
+
+
+NGRAM_FACTORS = ((36_313, 27_191, 14_563, 51_977), (25_391, 44_203, 17_489, 30_631))    # of row, sign; for each token
+SIGN_POOL = 8191
+
+
+def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...], num_rows: int) -> tuple[Tensor, Tensor]:
+    """Rows of a table [len(orders) num_rows + 1, E] and signs of the pool, [J, B, T], by hashes of the last n tokens.
+
+    A position whose document has fewer tokens gets the table's last row, which is zero.
+    """
+    tokens, rows, signs = tokens_BT.long(), [], []
+    for j, order in enumerate(orders):
+        row, sign = (tokens * factors[0] for factors in NGRAM_FACTORS)
+        for back in range(1, order):
+            row, sign = (h ^ shift(tokens, back) * f[back] for h, f in zip((row, sign), NGRAM_FACTORS))
+        complete = neighbour(segments_BT, order - 1)
+        rows.append(torch.where(complete, row % num_rows + j * num_rows, len(orders) * num_rows))
+        signs.append(sign % SIGN_POOL)
+    return torch.stack(rows), torch.stack(signs)
+
+
+def further_targets(targets_BT: Tensor, segments_BT: Tensor, count: int) -> Tensor:
+    """Targets 1, 2, .. count tokens ahead, [K, B, T]; -1 where they are beyond the segment."""
+    further = [torch.where(neighbour(segments_BT, -k), shift(targets_BT, -k, fill=-1), -1) for k in range(1, count)]
+    return torch.stack([targets_BT, *further])
+
+
+def rotary_tables(num_positions: int, head_dim: int, base: float, first_window_tokens: int, stretch: float, like: Tensor
+                  ) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, D/2], kept in like's precision. The upper half of the pairs stands still (half-truncated).
+
+    With a window stretched by s, frequencies that turn less than 32 times in the first window slow down, by up to s
+    (YaRN, Peng et al. 2023); the tables grow a little, so that scores get 1 + 0.2 ln s times sharper.
+    """
     quarter = head_dim // 4
     freq = (1 / base) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device)
+    kept = ((first_window_tokens * freq / (2 * math.pi) - 1) / 31).clamp(0, 1)
+    freq = freq * (kept + (1 - kept) / stretch)
     angle = torch.arange(num_positions, dtype=torch.float32, device=like.device)[:, None] * F.pad(freq, (0, quarter))
-    return angle.cos().to(like.dtype)[:, None], angle.sin().to(like.dtype)[:, None]
+    size = (1 + 0.2 * math.log(stretch)) ** 0.5
+    return (size * angle.cos()).to(like.dtype)[:, None], (size * angle.sin()).to(like.dtype)[:, None]
 
 
 def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -709,55 +963,72 @@ def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Merged QKV, QK-norm, rotary, values mixed with a value embedding."""
+    """QK-norm, rotary, values mixed with a gated value embedding, gated output. One gate row per head for each use."""
 
     def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
         super().__init__()
         self.config = c
-        width = c.num_heads * c.head_dim
-        self.qkv = nn.Parameter(torch.empty(3, width, c.model_dim, dtype=dtype))
-        self.out = nn.Parameter(torch.empty(c.model_dim, width, dtype=dtype))
-        self.value_mix = nn.Parameter(torch.empty(1 if layer.value_table is None else 2))
+        pair = c.qk_dim * (2 - c.num_heads % 2)           # orthogonalised by pairs of heads (record 80)
+        self.qk = nn.Parameter(torch.empty(2 * c.num_heads * c.qk_dim // pair, pair, c.model_dim, dtype=dtype))
+        self.value = nn.Parameter(torch.empty(c.num_heads * c.head_dim, c.model_dim, dtype=dtype))
+        self.out = nn.Parameter(torch.empty(c.num_heads * c.head_dim, c.model_dim, dtype=dtype))      # transposed
+        self.scales = nn.Parameter(torch.empty(2))        # of values and output; on weights, where they cost nothing
+        self.gates = nn.Parameter(torch.empty(2 * c.num_heads, GATE_DIMS, dtype=dtype))
+        if layer.value_table is not None:
+            self.value_gates = nn.Parameter(torch.empty(c.num_heads, GATE_DIMS, dtype=dtype))
 
     def forward(self, x_BTE: Tensor, ve_BTE: Tensor | None, mask: Mask, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        c = self.config
-        B, T, _ = x_BTE.shape
-        q, k, v = F.linear(x_BTE, self.qkv.flatten(0, 1)).view(B, T, 3, c.num_heads, c.head_dim).unbind(2)
+        c, H, half = self.config, self.config.num_heads, GATE_DIMS // 2
+        widths = H * c.qk_dim, H * c.qk_dim, H * c.head_dim
+        weight = torch.cat((self.qk.flatten(0, 1), self.value * self.scales[0]))
+        q, k, v = (t.unflatten(-1, (H, -1)) for t in F.linear(x_BTE, weight).split(widths, -1))
         q, k = rotate(norm(q), rotary), rotate(norm(k), rotary)
-        v = self.value_mix[0] * v
+        still = torch.arange(c.qk_dim, device=k.device) % (c.qk_dim // 2) >= c.qk_dim // 4
+        k = torch.where(mask.previous_BT[:, :, None, None] & still, shift(k), k)      # partial key offset (record 49)
         if ve_BTE is not None:
-            v = v + self.value_mix[1] * ve_BTE.view_as(v)
+            gates = gate(torch.cat((x_BTE[..., :half], ve_BTE[..., :half]), -1), self.value_gates)
+            v = v + 2 * torch.sigmoid(gates)[..., None] * ve_BTE.view_as(v)
         y = attend(q, k, v, mask, c.attention_scale, c.block_tokens)
-        return F.linear(y.reshape(B, T, -1), self.out)
+        output, own = gate(x_BTE, self.gates).unflatten(-1, (2, H, 1)).unbind(2)
+        along = (y * v).float().sum(-1, keepdim=True) / v.float().square().sum(-1, keepdim=True).clamp(min=1e-6)
+        y = y - torch.tanh(own) * along.to(y.dtype) * v                               # XSA: less of the own value
+        y = y * 2 * torch.sigmoid(output)
+        return y.flatten(2) @ (self.out * self.scales[1])
 
 
 class MLP(nn.Module):
-    """W2 relu(W1 x)^2 (So et al. 2021)."""
+    """W2 relu(W1 x)^2 (So et al. 2021). down is stored transposed, as wide as up."""
 
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.up = nn.Parameter(torch.empty(c.mlp_dim, c.model_dim, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(c.model_dim, c.mlp_dim, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(c.mlp_dim, c.model_dim, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.relu(F.linear(x, self.up)).square(), self.down)
+        return F.relu(F.linear(x, self.up)).square() @ (self.down * self.scale)
 
 
 class Block(nn.Module):
-    """x <- a x + b x0; x <- x + attention(norm x); x <- x + mlp(norm x)."""
+    """x <- a x + b x0 + c ngram + attention(normed); x <- x + mlp(norm x). -> x, norm x.
+
+    The norm for the next block is made here, where x is at hand, and late blocks can share one (record 77).
+    """
 
     def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
         super().__init__()
         self.attention = Attention(c, layer, dtype) if layer.attention else None
         self.mlp = MLP(c, dtype)
-        self.mix = nn.Parameter(torch.empty(2))
-        self.skip_weight = None if layer.skip_from is None else nn.Parameter(torch.empty(()))
+        self.mix = nn.Parameter(torch.empty(3))
 
-    def forward(self, x, x0, ve, mask, rotary):
+    def forward(self, x, normed, x0, ngram, ve, mask, rotary):
         x = self.mix[0] * x + self.mix[1] * x0
+        if ngram is not None:
+            x = x + self.mix[2] * ngram
         if self.attention is not None:
-            x = x + self.attention(norm(x), ve, mask, rotary)
-        return x + self.mlp(norm(x))
+            x = x + self.attention(normed, ve, mask, rotary)
+        x = x + self.mlp(norm(x))
+        return x, norm(x)
 
 
 class GPT(nn.Module):
@@ -766,71 +1037,111 @@ class GPT(nn.Module):
     def __init__(self, c: Config, kernels: Kernels = Kernels()):
         super().__init__()
         self.config, self.kernels, self.table = c, kernels, layer_table(c)
-        dtype = kernels.dtype
+        self.squash = Squash(*c.squash)
+        dtype, width = kernels.dtype, c.num_heads * c.head_dim
         self.embed = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
-        tables = torch.empty(c.num_value_tables, c.padded_vocab, c.num_heads * c.head_dim, dtype=dtype)
-        self.value_embeds = nn.ParameterList(nn.Parameter(table) for table in tables)
-        self.ngrams = nn.ParameterList(nn.Parameter(torch.empty(n, c.model_dim, dtype=dtype)) for n in c.ngram_rows)
+        self.value_embeds = nn.Parameter(torch.empty(c.padded_vocab, len(c.value_layers) * width, dtype=dtype))
+        self.ngrams = None
+        if c.table_rows:
+            num_rows = len(c.table_orders) * c.table_rows + 1
+            self.ngrams = nn.Parameter(torch.empty(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
+            self.ngrams.touched = []                  # in place of .grad: see Group
+        signs = torch.randint(0, 2, (SIGN_POOL, c.model_dim), generator=torch.Generator().manual_seed(1), device="cpu")
+        self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
+        self.smear, self.ngram_mix = nn.Parameter(torch.empty(())), nn.Parameter(torch.empty(()))
+        self.smear_gates = nn.Parameter(torch.empty(1, GATE_DIMS, dtype=dtype))
+        self.skip_weights = nn.Parameter(torch.empty(2))                              # skip, taking back
+        self.skip_gates = nn.Parameter(torch.empty(2, 1, GATE_DIMS, dtype=dtype))
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
         self.head = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
         self.head_gradients, self.cross_entropy = head_gradients, self.plain_loss
-        self.build_mask, self.add_skip = block_mask if kernels.flex else dense_mask, add_skip
-        self.rotary: dict[int, tuple[Tensor, Tensor]] = {}      # by row length; not saved
+        self.build_mask, self.add_skip, self.stem = block_mask if kernels.flex else dense_mask, add_skip, stem
+        self.rotary: dict[tuple, tuple[Tensor, Tensor]] = {}    # by row length and windows; not saved
         if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
             for block in self.blocks:
                 block.compile(dynamic=False, fullgraph=True)
-            self.add_skip = torch.compile(add_skip, dynamic=False, fullgraph=True)
-            self.head_gradients = torch.compile(head_gradients, dynamic=False, fullgraph=True)
-            self.cross_entropy = torch.compile(self.plain_loss, dynamic=False, fullgraph=True)
-            self.build_mask = torch.compile(self.build_mask, dynamic=False, fullgraph=True)
+            for name in ("stem", "add_skip", "head_gradients", "cross_entropy", "build_mask"):
+                setattr(self, name, torch.compile(getattr(self, name), dynamic=False, fullgraph=True))
 
-    def hidden(self, tokens_BT: Tensor, window_blocks: Tensor) -> Tensor:
-        """Final normed states [B, T, E]. window_blocks: 0-D integer tensor, the long window in blocks."""
-        c, T = self.config, tokens_BT.size(1)
-        if T not in self.rotary:
-            self.rotary[T] = rotary_tables(T, c.head_dim, c.rotary_base, self.embed)
-        segments = segment_ids(tokens_BT, c.eod_id)
-        masks = {"long": self.build_mask(segments, window_blocks, c.block_tokens),
-                 "short": self.build_mask(segments, (window_blocks // 2).clamp(min=1), c.block_tokens)}
-        x0 = F.embedding(tokens_BT, self.embed)
-        for table, ids in zip(self.ngrams, ngram_ids(tokens_BT, segments, c.ngram_rows, c.eod_id)):
-            x0 = x0 + F.embedding(ids, table)                    # record 62 of the public race, more than bigrams
-        x0 = norm(x0)
-        x = x0.clone()                       # "x is x0" would be a graph of its own
-        ves = [F.embedding(tokens_BT, table) for table in self.value_embeds]
-        outputs = []
+    def masks(self, segments: Tensor, window: int) -> dict[str | None, Mask]:
+        """Long layers see window blocks and offset keys, short ones see half of it."""
+        wide, block = torch.full_like(segments[0, 0], window), self.config.block_tokens
+        previous = neighbour(segments, 1)
+        return {"long": self.build_mask(segments, wide, block)._replace(previous_BT=previous),
+                "short": self.build_mask(segments, (wide // 2).clamp(min=1), block)._replace(
+                    previous_BT=torch.zeros_like(previous)), None: None}
+
+    def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor | None, Tensor | None]:
+        """n-gram rows and signs, [J, B, T, ..]. In training the rows are leaves whose gradients the optimizer wants."""
+        if self.ngrams is None:
+            return None, None
+        ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
+        rows = F.embedding(ids, self.ngrams).requires_grad_()
+        if training:
+            self.ngrams.touched.append((ids, rows))
+        return rows, signs
+
+    def hidden(self, tokens: Tensor, segments: Tensor, view: View) -> Tensor:
+        """Final normed states [B, T, E]."""
+        c, key = self.config, (tokens.size(1), *view.trained)
+        if key not in self.rotary:
+            first, last = view.trained
+            self.rotary[key] = rotary_tables(key[0], c.qk_dim, c.rotary_base, first * c.block_tokens, last / first,
+                                             self.embed)
+        masks = self.masks(segments, view.window)
+        x0, ngram, x, normed = self.stem(
+            F.embedding(tokens, self.embed), *self.look_up(tokens, segments, view.training), self.sign_pool,
+            neighbour(segments, 1), self.smear, self.smear_gates, self.ngram_mix)
+        ves = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)     # one gather for all
+        xs, norms = [], []
         for layer, block in zip(self.table, self.blocks):
             if layer.skip_from is not None:      # outside of the block: fewer kinds of blocks, fewer graphs to compile
-                x = self.add_skip(x, outputs[layer.skip_from], block.skip_weight)
+                x = self.add_skip(x, xs[layer.skip_from], self.skip_weights[0], self.skip_gates[0])
             ve = None if layer.value_table is None else ves[layer.value_table]
-            x = block(x, x0, ve, masks.get(layer.attention), self.rotary[T])
-            outputs.append(x)
-        return norm(x)
+            source = normed if layer.source is None else norms[layer.source]
+            x, normed = block(x, source, x0, ngram, ve, masks[layer.attention], self.rotary[key])
+            xs.append(x)
+            norms.append(normed)
+        return norm(self.add_skip(x, xs[c.late_source], self.skip_weights[1], self.skip_gates[1]))      # record 40
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None, window_blocks: Tensor) -> Tensor:
-        x = self.hidden(tokens_BT, window_blocks)
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None, view: View) -> Tensor:
+        segments = segment_ids(tokens_BT, self.config.eod_id)
+        x = self.hidden(tokens_BT, segments, view)
         if targets_BT is None:
-            logits = F.linear(x, self.head).float()
-            return self.config.softcap * torch.tanh(logits / self.config.softcap)
-        x, targets = x.flatten(0, 1), targets_BT.flatten()
-        if self.training and self.kernels.compile:
-            return HeadLoss.apply(x, self.head, targets, self.config.softcap, self.kernels.fp8, self.head_gradients)
-        return self.cross_entropy(x, targets)
+            return self.squash(F.linear(x, self.head))
+        targets, size = further_targets(targets_BT, segments, len(view.weights)), self.config.pool_rows
+        x = x if view.training else x.detach()          # validation runs training's graphs and drops what they kept
+        with torch.set_grad_enabled(view.training):
+            return sum(self.pool_loss(part.flatten(0, 1), goal.flatten(1), view, i)
+                       for i, (part, goal) in enumerate(zip(x.split(size), targets.split(size, 1))))
 
-    def plain_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+    def pool_loss(self, x: Tensor, targets: Tensor, view: View, pool: int) -> Tensor:
+        """Loss of one pool of rows: [T, E], [K, T] -> scalar, over all ids or over the pool's own candidates."""
+        w, bias = self.head, torch.zeros(1, device=x.device)
+        if view.candidates:
+            V, P = len(w), view.candidates
+            ids, columns, n = candidate_set(targets, V, P, (view.pool + pool) * P)
+            targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
+            w = w.index_select(0, ids)
+            stand_for = ((V - n) / (P - n).clamp(min=1)).clamp(min=1).log() * self.config.negatives_correction
+            bias = torch.where(torch.arange(P, device=x.device) < n, 0.0, stand_for)
+        weights = tuple(map(torch.tensor, view.weights))         # 0-D on the CPU: new values, the same graph
+        if view.training and self.kernels.compile:
+            return HeadLoss.apply(x, w, bias, targets, weights, self.squash, self.kernels.fp8, self.head_gradients)
+        return self.cross_entropy(x, w, bias, targets, weights)
+
+    def plain_loss(self, x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """Reference of the head: [T, E] -> summed loss. Also what validation uses."""
-        return softcapped_cross_entropy(F.linear(x, self.head), targets, self.config.softcap)
+        return further_cross_entropy(F.linear(x, w), bias, targets, weights, self.squash)
 
 
 class Family(NamedTuple):
-    """One row of the parameter table: which names, how they begin, how they learn. Rows of one bank share its rule."""
+    """One row of the parameter table: which names, how they begin, whose rule they follow."""
 
     name: str
     pattern: str
     init: Callable[[Tensor], object]
     bank: str
-    kind: str
-    lr: float
 
 
 def fan_in_uniform(w: Tensor) -> None:
@@ -839,30 +1150,57 @@ def fan_in_uniform(w: Tensor) -> None:
     w.uniform_(-bound, bound)
 
 
+def small_normal(w: Tensor) -> None:
+    w.normal_(std=0.01)
+
+
 def constant(*values: float) -> Callable[[Tensor], object]:
     return lambda w: w.copy_(torch.tensor(values if len(values) > 1 else values * w.numel()).view(w.shape))
 
 
-def families(c: Config) -> list[Family]:
+def families() -> list[Family]:
     return [
-        #      name             pattern                         init              bank            kind    lr
-        Family("embed",         r"embed",                       Tensor.normal_,   "embed",        "adam", c.lr_embed),
-        Family("value_embeds",  r"value_embeds\.\d+",           Tensor.normal_,   "value_embeds", "adam", c.lr_embed),
-        Family("ngrams",        r"ngrams\.\d+",                 Tensor.zero_,     "ngrams",       "adam", c.lr_ngram),
-        Family("head",          r"head",                        Tensor.zero_,     "head",         "adam", c.lr_head),
-        Family("block_mix",     r"blocks\.\d+\.mix",           constant(1., 0.), "scalars",      "adam", c.lr_scalar),
-        Family("value_mix",     r".*\.value_mix",               constant(0.5),    "scalars",      "adam", c.lr_scalar),
-        Family("skip_weight",   r"blocks\.\d+\.skip_weight",   constant(1.),     "scalars",      "adam", c.lr_scalar),
-        Family("qkv",           r".*\.attention\.qkv",          fan_in_uniform,   "attention",    "muon", c.lr_matrix),
-        Family("attention_out", r".*\.attention\.out",          Tensor.zero_,     "attention",    "muon", c.lr_matrix),
-        Family("mlp_up",        r".*\.mlp\.up",                 fan_in_uniform,   "mlp_up",       "muon", c.lr_matrix),
-        Family("mlp_down",      r".*\.mlp\.down",               Tensor.zero_,     "mlp_down",     "muon", c.lr_matrix),
+        #      name             pattern                   init                     bank
+        Family("embed",         r"embed",                 Tensor.normal_,          "embed"),
+        Family("value_embeds",  r"value_embeds",          small_normal,            "value_embeds"),
+        Family("ngrams",        r"ngrams",                Tensor.zero_,            "ngrams"),
+        Family("head",          r"head",                  Tensor.zero_,            "head"),
+        Family("block_mix",     r"blocks\.\d+\.mix",      constant(1.1, 0., .05),  "scalars"),
+        Family("ngram_mix",     r"ngram_mix",             constant(.05),           "scalars"),
+        Family("scales",        r".*\.attention\.scales", constant(.5, 1.),        "scalars"),
+        Family("mlp_scale",     r".*\.mlp\.scale",        constant(1.),            "scalars"),
+        Family("skip_weights",  r"skip_weights",          constant(.18, -.5),      "scalars"),
+        Family("smear",         r"smear",                 Tensor.zero_,            "scalars"),
+        Family("gates",         r".*gates",               Tensor.zero_,            "gates"),
+        Family("qk",            r".*\.attention\.qk",     fan_in_uniform,          "qk"),
+        Family("value",         r".*\.attention\.value",  fan_in_uniform,          "value_out"),
+        Family("attention_out", r".*\.attention\.out",    fan_in_uniform,          "value_out"),
+        Family("mlp_up",        r".*\.mlp\.up",           fan_in_uniform,          "mlp_up"),
+        Family("mlp_down",      r".*\.mlp\.down",         Tensor.zero_,            "mlp_down"),
     ]
+
+
+def rules(c: Config) -> dict[str, dict]:
+    """How each bank learns, in the order in which gradients are reduced: the fields of an optimizer's group."""
+    keys = "kind", "lr", "betas", "eps", "decay", "every", "tail"
+    table = dict(
+        #             kind    rate             betas       epsilon     decay  every  tail
+        embed=       ("adam", c.lr_embed,      (.75, .95), 1e-10, .025,  1,     True),
+        value_embeds=("adam", c.lr_embed,      (.75, .95), 1e-10, .025,  2,     False),
+        ngrams=      ("rows", c.lr_table,      (.0, .95),  1e-15,      .025,  1,     False),   # gradients of few tokens
+        head=        ("adam", c.lr_head,       (.5, .95),  1e-10, .75,   1,     True),
+        scalars=     ("adam", c.lr_scalar,     (.9, .99),  1e-10, 0.,    1,     False),
+        gates=       ("adam", c.lr_head,       (.9, .99),  1e-10, .005,  1,     False),
+        qk=          ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
+        value_out=   ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
+        mlp_up=      ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
+        mlp_down=    ("muon", 2 * c.lr_matrix, (.0, .9),   0.,         1.2,   1,     True))
+    return {bank: dict(zip(keys, row)) for bank, row in table.items()}
 
 
 def claimed(c: Config, model: nn.Module) -> list[tuple[Family, dict[str, nn.Parameter]]]:
     """Each family with its parameters; raises ValueError unless every parameter has exactly one family."""
-    rows = [(family, {}) for family in families(c)]
+    rows = [(family, {}) for family in families()]
     for name, p in model.named_parameters():
         owners = [row for row in rows if re.fullmatch(row[0].pattern, name)]
         if len(owners) != 1:
@@ -879,30 +1217,11 @@ def init_weights(c: Config, model: nn.Module) -> None:
 
 
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
-    """The split Adam groups and the Muon groups, in the order in which their gradients are reduced."""
-    groups: dict[str, dict] = {}
+    """The groups of the optimizer: each bank with its rule and the parameters of its families."""
+    groups = {bank: dict(name=bank, params={}, **rule) for bank, rule in rules(c).items()}
     for family, params in claimed(c, model):
-        rule = dict(name=family.bank, kind=family.kind, params={}, lr=family.lr, betas=(c.adam_beta1, c.adam_beta2),
-                    eps=c.adam_eps)
-        groups.setdefault(family.bank, rule)["params"].update(params)
-    return list(groups.values())
-
-
-@torch.no_grad()
-def generate(model: GPT, prompt: list[int], num_tokens: int, seed: int = 0, temperature: float = 0.8, top_k: int = 50
-             ) -> list[int]:
-    """prompt + num_tokens sampled tokens. The whole context is computed anew each time; padded ids are never drawn."""
-    c, tokens = model.config, list(prompt)
-    device, generator = model.embed.device, torch.Generator().manual_seed(seed)
-    window = torch.full((), c.window_tokens // c.block_tokens, dtype=torch.int32, device=device)
-    for _ in range(num_tokens):
-        context = tokens[-c.row_tokens:]
-        length = round_up(len(context), c.block_tokens)
-        row = torch.tensor([context + [c.eod_id] * (length - len(context))], dtype=torch.int32, device=device)
-        logits = model(row, None, window)[0, len(context) - 1, :c.vocab_size].float().cpu() / max(temperature, 1e-6)
-        best = logits.topk(min(top_k, c.vocab_size))
-        tokens.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)]))
-    return tokens
+        groups[family.bank]["params"].update(params)
+    return [group for group in groups.values() if sum(p.numel() for p in group["params"].values())]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1131,17 +1450,21 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
             yield waiting.popleft().result()
 
 
-def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, eod_id: int, rank: int, size: int
-                    ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Targets 1..num_targets of the stream, each once, in contiguous slices [1, T]; slice i goes to rank i % size.
+def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int, eod_id: int,
+                    rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Targets 1..num_targets of the stream, each once, in batches [num_rows, T]; batch i goes to rank i % size.
 
-    The last slice is filled up with eod_id and targets -1, which no loss counts.
+    A row begins overlap tokens before its first target that counts. No loss counts the targets -1 of the overlap and
+    of what fills up the last row and the last batch.
     """
-    for begin in range(rank * row_tokens, num_targets, size * row_tokens):
-        stop = min(begin + row_tokens, num_targets)
-        inputs, targets = torch.full((2, 1, row_tokens), eod_id, dtype=torch.int32)
+    firsts = range(0, num_targets, row_tokens - overlap)
+    for k in range(rank * num_rows, len(firsts), size * num_rows):
+        inputs, targets = torch.full((2, num_rows, row_tokens), eod_id, dtype=torch.int32)
         targets.fill_(-1)
-        fill_row(stream, [(begin, stop)], inputs[0, :stop - begin], targets[0, :stop - begin])
+        for i, first in enumerate(firsts[k:k + num_rows]):
+            start, stop = max(0, first - overlap), min(first + firsts.step, num_targets)
+            fill_row(stream, [(start, stop)], inputs[i, :stop - start], targets[i, :stop - start])
+            targets[i, :first - start] = -1
         yield inputs, targets
 
 
@@ -1154,15 +1477,22 @@ class Stage(NamedTuple):
     """A part of the run. until is the fraction of num_steps at which it ends."""
 
     until: float
-    batch: float = 1.0                # of batch_tokens
-    max_doc_tokens: int = 0           # documents are clipped to it; 0: not
-    window: tuple[float, float] = (1.0, 1.0)     # of window_tokens, at its begin and end
-    lr: float = 1.0                   # times every rate
+    batch: float                      # of batch_tokens
+    lr: float                         # times every rate: the square root of the batch, 131k tokens = 1
+    max_doc_tokens: int               # documents are clipped to it; 0: not
+    window: int                       # long window, in blocks
+    candidates: float                 # share of the vocabulary in the training softmax; 0: full softmax
+    further: tuple[tuple[float, float], ...]     # weights of targets 2, 3 ahead, at the stage's begin and end
 
 
 STAGES: dict[str, tuple[Stage, ...]] = {
-    "record20": (Stage(1.0, window=(0.0, 1.0)),),
-    "flat": (Stage(1.0),),
+    "fast": (
+        #     until  batch  lr     clip  window candidates  further targets
+        Stage(0.333, 0.25,  0.71,  896,  3,     0.2,        ((0.50, 0.50), (0.25, 0.00))),
+        Stage(0.667, 0.50,  1.00,  2048, 7,     0.2,        ((0.50, 0.00), (0.00, 0.00))),
+        Stage(0.920, 1.00,  1.41,  2048, 11,    0.2,        ((0.00, 0.00), (0.00, 0.00))),
+        Stage(1.000, 1.00,  1.41,  2048, 13,    0.0,        ((0.00, 0.00), (0.00, 0.00))),
+    ),
 }
 
 
@@ -1180,11 +1510,15 @@ def rows_at(c: Config, step: int) -> int:
     return max(1, round(c.batch_rows * stage_at(c, step)[0].batch))
 
 
-def window_blocks_at(c: Config, step: int) -> int:
-    """Long window in blocks, rounded up, at least one."""
+def target_weights_at(c: Config, step: int) -> tuple[float, ...]:
+    """Multi-token prediction (record 53): weights of the targets 1, 2, 3 ahead."""
     stage, done = stage_at(c, step)
-    fraction = stage.window[0] + (stage.window[1] - stage.window[0]) * done
-    return max(1, math.ceil(fraction * c.window_tokens / c.block_tokens - 1e-9))
+    return 1.0, *(begin + (end - begin) * done for begin, end in stage.further)
+
+
+def candidates_at(c: Config, step: int) -> int:
+    share = stage_at(c, step)[0].candidates
+    return min(c.padded_vocab, math.ceil(share * c.padded_vocab / 128) * 128)
 
 
 def lr_scale_at(c: Config, step: int) -> float:
@@ -1195,8 +1529,17 @@ def lr_scale_at(c: Config, step: int) -> float:
 
 
 def momentum_at(c: Config, step: int) -> float:
-    warm = min(1.0, step / c.momentum_warmup_steps) if c.momentum_warmup_steps else 1.0
+    """Up over the first steps, down again over the last ones."""
+    done = step / c.num_steps
+    warm = min(1.0, done / max(c.momentum_warmup_frac, 1e-9), (1 - done) / max(c.momentum_cooldown_frac, 1e-9))
     return c.momentum_start + (c.momentum_end - c.momentum_start) * warm
+
+
+def tail_rate_at(c: Config, step: int) -> float:
+    """How far the average of the tail moves towards the weights after a step: 0 before the tail, 1 at its begin."""
+    length = c.tail_frac * c.num_steps
+    into = step - (c.num_steps - 1 - length)
+    return 0.0 if not c.tail_blend or into < 0 else 1.0 if into < 1 else min(1.0, 3 / length)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1257,19 +1600,6 @@ def fingerprint(path: str) -> str:
         file.seek(max(0, os.path.getsize(path) - 2 ** 20))
         digest.update(file.read())
     return digest.hexdigest()[:16]
-
-
-def source_of(log: str | Path) -> str:
-    """The source that a log embeds, verbatim. Raises Refusal when its sha256 is not the header's."""
-    source, fence, rest = Path(log).read_text(encoding="utf-8").partition("\n" + FENCE + "\n")
-    source += "\n"
-    try:
-        wanted = json.loads(rest.partition("\n")[0])["source_sha256"]
-    except (ValueError, KeyError, TypeError):
-        raise Refusal(f"{log}: not a log of this trainer") from None
-    if hashlib.sha256(source.encode()).hexdigest() != wanted:
-        raise Refusal(f"{log}: the embedded source was changed after the run")
-    return source
 
 
 def run_quietly(*command: str) -> str:
@@ -1512,36 +1842,38 @@ def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) 
     same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
     if same:
         raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean nothing")
-    card = cards[0] or cards[1] or {}
-    for key in ("vocab_size", "eod_id"):
-        if key in card and overrides.get(key, card[key]) != card[key]:
-            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {card[key]}")
-    c = dataclasses.replace(c, **{key: card[key] for key in ("vocab_size", "eod_id") if key in card})
+    card = {key: value for key, value in (cards[0] or cards[1] or {}).items() if key != "tokenizer"}
+    for key, value in card.items():
+        if overrides.get(key, value) != value:
+            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
+    c = dataclasses.replace(c, **card)
     check_config(c)
     return c
 
 
 def build(c: Config, world: World, overrides: dict) -> Run:
     """Check everything that can be checked cheaply, then make model and optimizer. Raises Refusal."""
-    train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
-    c = adopt_dataset(c, overrides, train_paths, val_paths)
-    train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
-    for stream, what in ((train_stream, "train"), (val_stream, "val")):
+    paths = [find_shards(c.train_files, "train"), find_shards(c.val_files, "val")]
+    c = adopt_dataset(c, overrides, *paths)
+    train_stream, val_stream = streams = [TokenStream(p, c.vocab_size) for p in paths]
+    for stream in streams:
         if stream.num_tokens < 2:
-            raise Refusal(f"the {what} shards ({stream.paths[0]}) hold 1 token: expected 2, an input and its target")
-    c = dataclasses.replace(c, val_tokens=c.val_tokens or val_stream.num_tokens - 1)
-    if val_stream.num_tokens <= c.val_tokens:
-        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {val_stream.num_tokens:,} tokens, at most "
-                      f"{val_stream.num_tokens - 1:,} targets; expected --val_tokens=0 (all) or fewer")
+            raise Refusal(f"{stream.paths[0]} and its like hold 1 token: expected 2, an input and its target")
+    there = val_stream.num_tokens - 1
+    if c.val_tokens > there:
+        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {there + 1:,} tokens, at most {there:,} "
+                      "targets; expected --val_tokens=0 (all) or fewer")
+    c = dataclasses.replace(c, val_tokens=c.val_tokens or there)
     if c.stages not in STAGES:
         raise Refusal(f"--stages={c.stages}: expected one of {', '.join(STAGES)}")
     rows = {rows_at(c, step) for step in range(c.num_steps)}
-    if any(n % world.size for n in rows):
-        legal = [n for n in range(1, math.gcd(*rows) + 1) if math.gcd(*rows) % n == 0]
-        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows a step evenly (rows = batch_tokens / "
-                      f"row_tokens = {c.batch_tokens} / {c.row_tokens}); legal counts: {', '.join(map(str, legal))} "
-                      "(--nproc_per_node, or NPROC=n ./run.sh)")
-    for k in range(len(val_paths)):
+    pools = math.gcd(*rows) / c.pool_rows
+    if pools % world.size:
+        legal = ", ".join(str(n) for n in range(1, int(pools) + 1) if pools % n == 0) or "none"
+        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows a step evenly, in whole pools of "
+                      f"--pool_rows={c.pool_rows} (rows = batch_tokens / row_tokens = {c.batch_tokens} / {c.row_tokens}"
+                      f"); legal counts: {legal} (--nproc_per_node, or NPROC=n ./run.sh)")
+    for k in range(len(val_stream.paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     train_stream.document_starts(0, c.eod_id)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8)
@@ -1560,24 +1892,20 @@ def build(c: Config, world: World, overrides: dict) -> Run:
 
 def matmul_parameters(run: Run) -> int:
     """Parameters that multiply every token: hidden matrices and the head (not embeddings)."""
-    return sum(p.numel() for family, params in claimed(run.config, run.model) for p in params.values()
-               if family.kind == "muon" or family.name == "head")
+    return sum(p.numel() for bank in run.optimizer.banks for p in bank.group.params.values()
+               if bank.group.kind == "muon" or bank.group.name == "head")
 
 
 def budget(run: Run) -> str:
     """Tokens needed against tokens there; raises Refusal when max_epochs doesn't suffice."""
-    c, stream = run.config, run.train_stream
-    starts = stream.document_starts(0, c.eod_id)
-    lengths = [b - a for a, b in zip(starts, starts[1:])] or [stream.starts[1]]
-    kept, needed = {}, 0.0
-    for step in range(c.num_steps):
-        clip = stage_at(c, step)[0].max_doc_tokens
-        if clip not in kept:
-            kept[clip] = sum(min(n, clip) for n in lengths) / sum(lengths) if clip else 1.0
-        needed += rows_at(c, step) * c.row_tokens / kept[clip]
-    there = stream.num_tokens - 1
-    epochs = needed / there
+    c, there = run.config, run.train_stream.num_tokens - 1
+    starts = run.train_stream.document_starts(0, c.eod_id)
+    lengths = [b - a for a, b in zip(starts, starts[1:])] or [run.train_stream.starts[1]]
+    kept = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths)
+            for clip in {stage.max_doc_tokens for stage in STAGES[c.stages]}}
+    needed = sum(rows_at(c, k) * c.row_tokens / kept[stage_at(c, k)[0].max_doc_tokens] for k in range(c.num_steps))
     text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {there:,} are there"
+    epochs = needed / there
     if epochs > c.max_epochs:
         more = math.ceil((needed - there * c.max_epochs) / c.max_epochs / 100e6)
         raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of 100M tokens "
@@ -1585,98 +1913,105 @@ def budget(run: Run) -> str:
     return f"{text}: {'enough' if epochs <= 1 else f'wraps, {epochs:.2f} epochs'}"
 
 
-def window_tensor(run: Run, step: int) -> Tensor:
-    return torch.full((), window_blocks_at(run.config, step), dtype=torch.int32, device=run.world.device)
+def trained_windows(c: Config, step: int) -> tuple[int, int]:
+    return stage_at(c, 0)[0].window, stage_at(c, step)[0].window
 
 
-def micro_batches(run: Run, rows: Tensor) -> Iterator[Tensor]:
-    """This rank's rows in equal micro-batches of at most run.micro_rows."""
-    n = max(m for m in range(1, min(run.micro_rows, len(rows)) + 1) if len(rows) % m == 0)
-    return (part.to(run.world.device, non_blocking=True) for part in rows.split(n))
+def train_view(run: Run, step: int) -> View:
+    """What the step asks of the model, for this rank's first rows. Pools are numbered over all steps and ranks."""
+    c = run.config
+    pools = rows_at(c, step) // c.pool_rows
+    first = step * (c.batch_rows // c.pool_rows + 1) + run.world.rank * pools // run.world.size
+    return View(stage_at(c, step)[0].window, trained_windows(c, step), target_weights_at(c, step),
+                candidates_at(c, step), first, training=True)
 
 
-def train_step(run: Run, step: int, batch: Batch, stop: int = 0) -> Tensor:
+def val_view(c: Config, step: int) -> View:
+    return View(c.val_window_blocks, trained_windows(c, step))
+
+
+def rows_at_once(run: Run, step: int) -> int:
+    """Rows of a micro-batch: this rank's rows in equal parts of whole pools, at most run.micro_rows."""
+    rows, pool = rows_at(run.config, step) // run.world.size, run.config.pool_rows
+    return max(n for n in range(pool, min(run.micro_rows, rows) + 1, pool) if rows % n == 0)
+
+
+def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
     """Gradients over all micro-batches, one update. -> [1 + banks + 1]: mean loss, squared gradient norms, the sum of
-    all ranks' stop (not 0: a signal came)."""
-    c, window = run.config, window_tensor(run, step)
-    loss = torch.zeros((), device=run.world.device)
-    for inputs, targets in zip(micro_batches(run, batch.inputs), micro_batches(run, batch.targets)):
+    all ranks' stop (not 0: a signal came). The loss is that of training: over candidates, with its further targets."""
+    c, world, view, n = run.config, run.world, train_view(run, step), rows_at_once(run, step)
+    loss = torch.zeros((), device=world.device)
+    for rows in zip(batch.inputs.split(n), batch.targets.split(n)):
+        inputs, targets = (part.to(world.device, non_blocking=True) for part in rows)
         # Divided by the constant batch: the sum over micro-batches and ranks is then the mean over all rows.
-        part = run.model(inputs, targets, window) / (rows_at(c, step) * c.row_tokens)
+        part = run.model(inputs, targets, view) / (rows_at(c, step) * c.row_tokens)
         part.backward()
         loss += part.detach()
-    norms = run.optimizer.step(lr_scale_at(c, step), momentum_at(c, step))
+        view = view._replace(pool=view.pool + n // c.pool_rows)
+    norms = run.optimizer.step(lr_scale, momentum_at(c, step))
+    if tail_rate_at(c, step):
+        run.optimizer.average(tail_rate_at(c, step), c.tail_blend if step == c.num_steps - 1 else 0.0)
     stats = torch.cat((loss[None], norms, loss.new_full((1,), float(stop))))
-    if run.world.size > 1:
+    if world.size > 1:
         dist.all_reduce(stats)
     return stats
 
 
-@torch.no_grad()
-def evaluate(run: Run, step: int, leave_out: int = -1) -> float:
-    """Mean loss over the val_tokens targets, the same on all ranks. Targets equal to leave_out don't count."""
+def evaluate(run: Run, step: int) -> float:
+    """Mean loss over the val_tokens targets, the same on all ranks. Shapes and graphs are those of the last stage."""
     c, world = run.config, run.world
-    run.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    rows = validation_rows(run.val_stream, c.val_tokens, c.val_row_tokens, c.eod_id, world.rank, world.size)
+    rows = validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap, rows_at_once(run, c.num_steps),
+                           c.eod_id, world.rank, world.size)
     for inputs, targets in rows:
-        targets = targets.masked_fill(targets == leave_out, -1)
-        count = (targets >= 0).sum()
-        loss = run.model(inputs.to(world.device), targets.to(world.device), window_tensor(run, step))
-        totals += torch.stack((loss.double(), count.to(world.device).double()))
+        inputs, targets = inputs.to(world.device), targets.to(world.device)
+        totals += torch.stack((run.model(inputs, targets, val_view(c, step)).double(), (targets >= 0).sum().double()))
     if world.size > 1:
         dist.all_reduce(totals)
-    run.model.train()
     return float(totals[0] / totals[1])
 
 
 def warmup(run: Run, log: RunLog) -> None:
-    """Compile and run every shape of the schedule on random tokens, then restore every byte of state."""
-    c, device = run.config, run.world.device
-    tensors = run.optimizer.tensors()
-    saved = {name: t.clone() for name, t in tensors.items()}
-    steps = [bank.steps for bank in run.optimizer.banks]
-    rng = torch.get_rng_state(), torch.cuda.get_rng_state(device) if run.world.is_cuda else None
-    generator = torch.Generator().manual_seed(1)
-    fit_memory(run, log)
-    shapes = {rows_at(c, step): step for step in range(c.num_steps)}
-    for num_rows, step in shapes.items():
-        shape = num_rows // run.world.size, c.row_tokens
-        tokens = torch.randint(0, c.vocab_size, shape, generator=generator, dtype=torch.int32)
-        for _ in range(2):
-            train_step(run, step, Batch(tokens, tokens, run.position))
-            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
-    with torch.no_grad():
-        run.model.eval()
-        tokens = tokens.flatten()[:1].expand(1, c.val_row_tokens).contiguous().to(device)
-        run.model(tokens, tokens, window_tensor(run, 0))
-        run.model.train()
-    for name, t in tensors.items():
-        t.copy_(saved[name])
-    for bank, count in zip(run.optimizer.banks, steps):
+    """Compile and run every shape of the schedule and of validation on random tokens, then restore every byte.
+
+    The rate is 0, so that the table of n-grams, too large for a second copy, stays as it is.
+    """
+    c, world, banks = run.config, run.world, run.optimizer.banks
+    saved, steps = [(t, t.clone()) for t in run.optimizer.tensors()], [bank.steps for bank in banks]
+    with torch.random.fork_rng([world.device] if world.is_cuda else []):
+        fit_memory(run, log)
+        for (num_rows, _), step in {(rows_at(c, k), candidates_at(c, k)): k for k in range(c.num_steps)}.items():
+            tokens = torch.randint(c.vocab_size, (num_rows // world.size, c.row_tokens), dtype=torch.int32)
+            for _ in range(2):
+                train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
+                log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
+        tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
+        run.model(tokens, tokens, val_view(c, 0))
+    for t, was in saved:
+        t.copy_(was)
+    for bank, count in zip(banks, steps):
         bank.steps = count
-    torch.set_rng_state(rng[0])
-    if run.world.is_cuda:
-        torch.cuda.set_rng_state(rng[1], device)
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
     """Forward and backward of the largest micro-batch. Out of memory: --micro_rows=auto takes fewer rows at once, for
     the same curve; else a Failure names the number that may fit. Leaves gradients behind."""
-    c, device = run.config, run.world.device
-    rows = max(rows_at(c, step) for step in range(c.num_steps)) // run.world.size
-    for n in [n for n in range(run.micro_rows, 0, -1) if rows % n == 0]:
-        tokens, full = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=device), torch.zeros((), device=device)
+    c, last = run.config, run.config.num_steps
+    while True:
+        n, full = rows_at_once(run, last), torch.zeros((), device=run.world.device)
+        tokens = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=run.world.device)
         try:
-            run.model(tokens, tokens, window_tensor(run, c.num_steps)).backward()
+            run.model(tokens, tokens, train_view(run, last)).backward()
         except torch.OutOfMemoryError:
             full += 1
+        if run.model.ngrams is not None:
+            run.model.ngrams.touched.clear()
         if run.world.size > 1:
             dist.all_reduce(full)
         if not full:
-            run.micro_rows = n
             return
-        fewer = max((m for m in range(1, n) if rows % m == 0), default=0)
+        run.micro_rows = n - c.pool_rows
+        fewer = rows_at_once(run, last) if run.micro_rows else 0
         if c.micro_rows or not fewer:
             advice = f"use --micro_rows={fewer}, or --micro_rows=auto" if fewer else "use a smaller --row_tokens"
             raise Failure(f"out of memory with {n} rows of {c.row_tokens} tokens at once: {advice}")
@@ -1687,31 +2022,33 @@ MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 toke
 SELF_CHECK_TOLERANCE = 1e-5        # relative: what can't be seen takes no part in a sum, so numerics leave no trace
 
 
-@torch.no_grad()
 def probe(run: Run) -> dict[str, float]:
     """How much the loss of the first tokens of a second document moves, relatively, when other tokens are changed.
 
     The validation pass (compiled as it will be), on shaken weights, as fresh ones attend to nothing; then restored.
     """
-    c, device, weights = run.config, run.world.device, [bank.weight for bank in run.optimizer.banks]
-    saved, generator = [weight.clone() for weight in weights], torch.Generator(device).manual_seed(1)
-    for p in run.model.parameters():
-        p.add_(torch.randn(p.shape, generator=generator, device=device), alpha=0.05)
-    T, middle, n = c.val_row_tokens, c.val_row_tokens // 2, max(2, min(16, c.val_row_tokens // 4))
-    row, other, targets = torch.randint(c.vocab_size, (3, 1, T), generator=generator, device=device, dtype=torch.int32)
+    c, T, device, model = run.config, run.config.row_tokens, run.world.device, run.model
+    generator, middle, few = torch.Generator(device).manual_seed(1), T // 2, max(2, min(16, T // 4))
+    row, other, targets = torch.randint(c.vocab_size, (3, T), generator=generator, device=device, dtype=torch.int32)
     for tokens in (row, other):
         tokens[tokens == c.eod_id] = (c.eod_id + 1) % c.vocab_size
-        tokens[:, (0, middle)] = c.eod_id
-    targets[:, :middle], targets[:, middle + n:] = -1, -1
-    losses = {}
-    run.model.eval()
-    for what, a, b in (("", 0, 0), ("later tokens", middle + n, T), ("another document", 1, middle),
-                       ("their own context", middle + 1, middle + n)):
-        spoiled = torch.cat((row[:, :a], other[:, a:b], row[:, b:]), dim=1)
-        losses[what] = float(run.model(spoiled, targets, window_tensor(run, c.num_steps)))
-    run.model.train()
-    for weight, was in zip(weights, saved):
-        weight.copy_(was)
+        tokens[[0, middle]] = c.eod_id
+    targets[:middle], targets[middle + few:] = -1, -1
+    spoiled = {what: torch.cat((row[:a], other[a:b], row[b:])).expand(rows_at_once(run, c.num_steps), T).contiguous()
+               for what, a, b in (("", 0, 0), ("later tokens", middle + few, T), ("another document", 1, middle),
+                                  ("their own context", middle + 1, middle + few))}
+    places = [(bank.weight, slice(None)) for bank in run.optimizer.banks if bank.group.kind != "rows"]
+    if model.ngrams is not None:                         # of the large table the rows looked up, but nobody's
+        tokens = torch.cat(list(spoiled.values()))
+        ids, _ = ngram_ids(tokens, segment_ids(tokens, c.eod_id), c.table_orders, c.table_rows)
+        places.append((model.ngrams.data, ids[ids < len(model.ngrams) - 1].unique()))
+    saved = [(weight, place, weight[place].clone()) for weight, place in places]
+    for weight, place, was in saved:
+        weight[place] = was + 0.05 * torch.randn(was.shape, generator=generator, device=device).to(was.dtype)
+    targets, view = targets.expand_as(spoiled[""]).contiguous(), val_view(c, c.num_steps)
+    losses = {what: float(model(tokens, targets, view)) for what, tokens in spoiled.items()}
+    for weight, place, was in saved:
+        weight[place] = was
     base = losses.pop("")
     return {what: abs(loss / base - 1) for what, loss in losses.items()}
 
@@ -1739,39 +2076,23 @@ def self_check(run: Run, log: RunLog) -> None:
               "of the first training shard")
 
 
-def bigram_loss(run: Run) -> float:
-    """Nats a target of the add-one-smoothed bigram table of the training shards on the validation targets."""
-    c = run.config
-    def pairs(stream: TokenStream, count: int) -> Tensor:
-        tokens = torch.empty(count + 1, dtype=torch.int32)
-        stream.read(0, count + 1, tokens)
-        return tokens[:-1].long() * c.vocab_size + tokens[1:]
-    counts = torch.bincount(pairs(run.train_stream, run.train_stream.num_tokens - 1), minlength=c.vocab_size ** 2)
-    logp = (counts.view(c.vocab_size, -1) + 1).double().log()
-    logp = (logp - logp.logsumexp(1, keepdim=True)).flatten()
-    found = pairs(run.val_stream, c.val_tokens)
-    return -float(logp[found[found % c.vocab_size != c.eod_id]].mean())
-
-
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     """The log's header: everything needed to judge and repeat the run."""
-    def files(stream: TokenStream) -> dict:
-        rows = [dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
-                for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])]
-        return dict(files=rows, tokens=stream.num_tokens)
-    here, world = str(Path(__file__).parent), run.world
+    c, world, here = run.config, run.world, str(Path(__file__).parent)
+    data = {split: dict(tokens=stream.num_tokens, files=[
+        dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
+        for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])])
+        for split, stream in (("train", run.train_stream), ("val", run.val_stream))}
     device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.processor() or platform.machine()
-    sizes = {family.name: sum(p.numel() for p in params.values()) for family, params in claimed(run.config, run.model)}
+    sizes = {family.name: sum(p.numel() for p in params.values()) for family, params in claimed(c, run.model)}
     return dict(
-        name=run.config.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        config=dataclasses.asdict(run.config), overrides=overrides, argv=argv, seed=run.config.seed,
-        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
+        name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"), seed=c.seed,
+        config=dataclasses.asdict(c), overrides=overrides, argv=argv, devices=[device] * world.size,
+        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), world_size=world.size,
         versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
                       hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads()),
-        devices=[device] * world.size, world_size=world.size, micro_rows=run.micro_rows, resumed_from=None,
-        kernels={k: str(v) for k, v in run.kernels._asdict().items()},
-        data=dict(train=files(run.train_stream), val=files(run.val_stream),
-                  tokenizer=(dataset_card(run.train_stream.paths) or {}).get("tokenizer")),
+        micro_rows=run.micro_rows, resumed_from=None, kernels={k: str(v) for k, v in run.kernels._asdict().items()},
+        data=data | dict(tokenizer=(dataset_card(run.train_stream.paths) or {}).get("tokenizer")),
         git=dict(commit=run_quietly("git", "-C", here, "rev-parse", "HEAD"),
                  dirty=bool(run_quietly("git", "-C", here, "status", "--porcelain", "--untracked-files=no"))),
         parameters={**sizes, "total": sum(sizes.values()), "matmul": matmul_parameters(run)})
@@ -1782,13 +2103,13 @@ def stop_if(problem: str | None) -> None:
         raise Failure(f"{problem}. Lower the learning rates, or look at the data")
 
 
-def identity(header: dict, tensors: dict[str, Iterable[int]]) -> dict:
+def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
     """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
     same = {f"setting {k}": v for k, v in header["config"].items() if k not in RESUME_MAY_CHANGE}
     for split in ("train", "val"):
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
                  for number, file in enumerate(header["data"][split]["files"], 1)}
-    return json.loads(json.dumps(same | {f"shape of {key}": list(shape) for key, shape in tensors.items()}))
+    return json.loads(json.dumps(same | {f"shape of {key}": list(t.shape) for key, t in tensors}))
 
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
@@ -1819,9 +2140,7 @@ def load_checkpoint(run: Run, header: dict) -> dict:
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir)
     saved, tensors = read_checkpoint(path)
     random_states = {key: tensors.pop(key) for key in list(tensors) if key.startswith("rng/")}
-    there = identity(saved["run"], {key: t.shape for key, t in tensors.items()})
-    here = identity(header, {f"{name}/{kind}": p.shape for bank in run.optimizer.banks
-                             for name, p in bank.group.params.items() for kind in bank.exact()})
+    there, here = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
     for key in [*there, *here]:
         if there.get(key) != here.get(key):
             raise Refusal(f"--resume={path}: {key} differs: {there.get(key, 'nothing')} in the checkpoint, "
@@ -1838,14 +2157,12 @@ def load_checkpoint(run: Run, header: dict) -> dict:
 def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list[str]) -> dict:
     """The whole run. -> the result that the log's last line holds. Raises Refusal or Failure."""
     run = build(config, world, overrides)
-    c, clock, header = run.config, Clock(world.device), facts(run, overrides, argv)
-    header["run_id"] = log.run_id
+    c, clock, header = run.config, Clock(world.device), {"run_id": log.run_id, **facts(run, overrides, argv)}
     saved = load_checkpoint(run, header) if c.resume else None
     log.header(SOURCE, header)
     log.event("note: " + budget(run))
-    count = sum(p.numel() for p in run.model.parameters())
     choices = ", ".join(f"{k}={v}" for k, v in run.kernels._asdict().items())
-    log.event(f"note: {world.size} x {world.device.type}, {count:,} parameters, {choices}")
+    log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, {choices}")
     if saved:
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
                   + ("" if saved["run"]["source_sha256"] == header["source_sha256"] else ", written by another source"))
@@ -1876,8 +2193,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
                    peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 if world.is_cuda else None)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
     log.event("result:" + json.dumps(result))
-    if result["status"] != "stopped":
-        closing_words(run, result, log)
+    if store.last:
+        log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")
     return result
 
 
@@ -1888,7 +2205,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
     planner = Planner(run.train_stream, c.eod_id, run.position)
     loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
     result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
-    profiler = contextlib.nullcontext()
+    profiler = None
     clock.resume()
     for step in range(first, c.num_steps + 1):
         last = step == c.num_steps
@@ -1916,10 +2233,10 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
             batch = next(loader)
         except Refusal as error:
             raise Refusal(f"rank {world.rank}, step {step + 1}: {error}") from None
-        run.position = batch.position
-        stats = train_step(run, step, batch, len(signals))
+        run.position, lr_scale = batch.position, lr_scale_at(c, step)
+        stats = train_step(run, step, batch, lr_scale, len(signals))
         clock.step_done()
-        stop_if(progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale_at(c, step), stats))
+        stop_if(progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats))
         if c.profile_steps and step == min(5 + c.profile_steps, c.num_steps) - 1:
             clock.synchronize()
             profiler.stop()
@@ -1938,24 +2255,6 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
             save_checkpoint(run, store, step + 1, progress, header)
     loader.close()
     return result
-
-
-def closing_words(run: Run, result: dict, log: RunLog) -> None:
-    """For byte vocabularies with sample_tokens set (the demo): what the numbers mean, and what the model writes."""
-    c = run.config
-    if not c.sample_tokens or c.vocab_size != 257:
-        return
-    nats, bigram = evaluate(run, c.num_steps, leave_out=c.eod_id), bigram_loss(run)
-    for name, loss in (("this model", nats), ("a bigram table", bigram)):
-        log.event(f"note: {name}: {loss:.4f} nats/byte, {loss / math.log(2):.4f} bits/byte on held-out text")
-    prompt = list(b"\n\nThe ")
-    text = bytes(t for t in generate(run.model, [c.eod_id] + prompt, c.sample_tokens, c.seed) if t < 256)
-    log.event("note: a sample of what it writes:")
-    log.event("\n".join("    | " + line for line in text.decode("utf-8", "replace").splitlines()))
-    log.event(f"note: {result['tokens_trained'] / result['train_time_ms'] * 1e3:,.0f} tokens/s on this machine; a GPU "
-              "would train the real thing: ./run.sh on one to eight H100s with FineWeb shards")
-    if log.path:
-        log.event(f"note: the log is {log.path}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
