@@ -32,12 +32,11 @@ import subprocess
 import sys
 import time
 import uuid
-import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Iterable, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,7 +64,6 @@ class Failure(Exception):
 @dataclass(frozen=True)
 class Config:
     """All settings of a run. Units are in the names; token counts are per step over all ranks."""
-
     preset: str = "record"                 # name of the preset these values started from
     # Data
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"    # comma-separated patterns, read in sorted order
@@ -79,7 +77,6 @@ class Config:
     row_tokens: int = 16_384               # the atom of data: documents are packed into rows, nothing crosses rows
     micro_rows: int = 4                    # at most this many rows in one forward pass (memory only; 0 = find out)
     pool_rows: int = 1                     # rows that share one sampled softmax; divides micro_rows
-    stages: str = "fast"                   # which table of stages: batch, window, document clip, rate, candidates, ..
     # Validation
     val_tokens: int = 10_485_760           # targets scored: the first of the validation files; 0 = all there are
     val_overlap: int = 2048                # tokens of context that a row of validation has before its first target
@@ -111,10 +108,6 @@ class Config:
     lr_head: float = 0.008                 # Adam, output head and gates
     lr_scalar: float = 0.04                # Adam, mixing scalars
     lr_table: float = 0.56                 # row-wise RMS steps, hashed n-gram table
-    momentum_start: float = 0.85
-    momentum_end: float = 0.95
-    momentum_warmup_frac: float = 0.25
-    momentum_cooldown_frac: float = 0.04   # back to the start over the last part of the run
     cooldown_frac: float = 0.8             # last part of the run with a linearly falling rate
     lr_floor: float = 0.3                  # the rate it falls to, relative
     tail_frac: float = 0.25                # last part of the run whose weights are averaged (time constant: a third)
@@ -163,12 +156,9 @@ PRESETS: dict[str, dict] = {
 }
 CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
                fp8=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
-SWITCH_WORDS = {"true": "on", "1": "on", "yes": "on", "false": "off", "0": "off", "no": "off"}
-HARMLESS_KEYS = ("seed", "log_dir", "micro_rows", "train_files", "val_files",     # overrides that change no curve
-                 "checkpoint_every_steps", "checkpoint_dir", "self_check")
-RESUME_MAY_CHANGE = set(HARMLESS_KEYS[1:]) | {          # what a resumed run may set anew; the data itself is compared
-    "preset", "resume", "max_epochs", "val_tokens", "val_overlap", "val_window_blocks", "val_every_steps",
-    "target_loss", "compile", "attention", "fp8", "deterministic", "log_every_steps", "profile_steps"}
+RESUME_MAY_CHANGE = set("""preset log_dir micro_rows train_files val_files checkpoint_every_steps checkpoint_dir resume
+    self_check max_epochs val_tokens val_overlap val_window_blocks val_every_steps target_loss compile attention fp8
+    deterministic log_every_steps profile_steps""".split())       # by a resumed run; the data itself is compared
 
 
 def parse_value(key: str, kind: type, text: str):
@@ -177,7 +167,6 @@ def parse_value(key: str, kind: type, text: str):
         if kind in (int, float):
             return 0 if (key, text) == ("micro_rows", "auto") else kind(text)
         if kind is str:
-            text = SWITCH_WORDS.get(text.lower(), text) if "on" in CHOICES.get(key, ()) else text
             if key in CHOICES and text not in CHOICES[key]:
                 raise ValueError
             return text
@@ -240,8 +229,8 @@ def check_config(c: Config) -> None:
     need(c.late_source < c.num_layers, "late_source", f"a layer, 0 to {c.num_layers - 1}")
     need(all(n in (1, 2, 3, 4) for n in c.table_orders or [0]), "table_orders", "numbers from 1 to 4")
     need(len(c.squash) == 3 and min(c.squash[::2]) > 0, "squash", "cap, shift, width; cap and width more than 0")
-    for key in "momentum_start momentum_end cooldown_frac tail_frac tail_blend".split():
-        need(getattr(c, key) <= 1 - (key[0] == "m") * 1e-9, key, "less than 1" if key[0] == "m" else "at most 1")
+    for key in ("cooldown_frac", "tail_frac", "tail_blend"):
+        need(getattr(c, key) <= 1, key, "at most 1")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -252,7 +241,6 @@ def check_config(c: Config) -> None:
 @dataclass(frozen=True)
 class World:
     """rank of size processes, on device. World() is one CPU process without a process group."""
-
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
@@ -262,8 +250,8 @@ class World:
         return self.device.type == "cuda"
 
 
-def init_world(deterministic: bool = False, join: bool = True) -> World:
-    """Read the launcher's variables (torchrun's), take the device and join the group, now or later. Raises Refusal."""
+def init_world(deterministic: bool = False) -> World:
+    """Read the launcher's variables (torchrun's) and take the device; join_group comes later. Raises Refusal."""
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < (2, 11):
         raise Refusal(f"torch {torch.__version__} found, expected 2.11 or newer: pip install -r requirements.txt")
@@ -282,10 +270,7 @@ def init_world(deterministic: bool = False, join: bool = True) -> World:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
-    world = World(rank, size, device)
-    if join:
-        join_group(world)
-    return world
+    return World(rank, size, device)
 
 
 def join_group(world: World) -> None:
@@ -316,7 +301,6 @@ def close_world(world: World) -> None:
 
 class Kernels(NamedTuple):
     """The switch: what this device runs. dtype is that of weights and activations."""
-
     compile: bool = False
     flex: bool = False
     fp8: bool = False
@@ -332,9 +316,8 @@ def choose_kernels(device: torch.device, compile: str = "auto", attention: str =
         raise Refusal("--fp8=on: this device has no fp8 matrix units (compute capability 8.9 or newer); use --fp8=off")
     if attention == "flex" and not (cuda and compiled):
         raise Refusal("--attention=flex: FlexAttention trains only on a GPU and compiled; use --attention=dense")
-    flex = cuda and compiled and attention != "dense"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    return Kernels(compiled, flex, has_fp8 and compiled and fp8 != "off", dtype)
+    return Kernels(compiled, cuda and compiled and attention != "dense", has_fp8 and compiled and fp8 != "off",
+                   torch.bfloat16 if cuda else torch.float32)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -342,19 +325,15 @@ def round_up(n: int, multiple: int) -> int:
 
 
 # Five quintic maps, each the best for what the one before leaves (Polar Express, Amsel et al. 2025).
-POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
-                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+POLAR_EXPRESS = ((8.1565545, -22.483293, 15.87877), (4.04293, -2.8089175, 0.5000178),
+                 (3.8916678, -2.772484, 0.50606482), (3.2857537, -2.3681295, 0.46449024),
+                 (2.3465413, -1.7097828, 0.4232355))
 
 
 def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
     """Nearest semi-orthogonal matrix of each G, up to singular values near 1. [N, R, C] -> same, in dtype.
-
     X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / (1.02 |G|_F), on the smaller side (Jordan).
-    The norm is taken in fp32 without a visible epsilon, so that gradients of any size give the same answer.
-    """
+    The norm is taken in fp32 without a visible epsilon, so that gradients of any size give the same answer."""
     X = G_NRC.float()
     X = (X / (1.02 * X.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)).to(dtype)
     tall = X.size(-2) > X.size(-1)
@@ -367,7 +346,6 @@ def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
 
 class Squash(NamedTuple):
     """Logits z become cap * sigmoid((z + shift) / width): a softcap that lets right answers stand out (record 54)."""
-
     cap: float
     shift: float
     width: float
@@ -376,12 +354,11 @@ class Squash(NamedTuple):
         return self.cap * torch.sigmoid((z.float() + self.shift) / self.width)
 
 
-def further_cross_entropy(logits: Tensor, bias: Tensor, targets: Tensor, weights: tuple[Tensor, ...], squash: Squash
-                          ) -> Tensor:
-    """Sum of weighted cross-entropies in fp32. logits [T, P]; bias [P] is added to squashed logits in the normaliser.
-
-    targets [K, T] are columns of logits, negative ones are left out; row k counts weights[k] (0-D). -> scalar.
-    """
+def further_cross_entropy(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple, squash: Squash):
+    """Sum of weighted cross-entropies in fp32 of logits x [T, E] w^T [E, P]. The reference; also what validation uses.
+    bias [P] is added to squashed logits in the normaliser. targets [K, T] are columns of the logits, negative ones are
+    left out; row k counts weights[k] (0-D). -> scalar."""
+    logits = F.linear(x, w)
     lse = (squash(logits) + bias).logsumexp(1)
     loss = torch.zeros_like(lse[0])
     for target, weight in zip(targets.long(), weights):
@@ -399,14 +376,11 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
 X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # constants: every micro-batch sees the same scales
 
 
-def head_gradients(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple[Tensor, ...], squash: Squash,
-                   fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """further_cross_entropy of x [T, E] w^T [E, P] and its gradients by x and w, without a second look at the logits.
-
+def head_gradients(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple, squash: Squash, fp8: bool):
+    """further_cross_entropy and its gradients by x and w, without a second look at the logits.
     Squashed logits lie in (0, cap), so exp needs no maximum. By the logits the gradient is (total softmax - onehots)
     cap / width sigmoid (1 - sigmoid), total being the weights that count: at most 1.4 with weights 1, 1/2, 1/4.
-    With fp8: e4m3 forward, e5m2 gradient (record 19 of the public race). Reference: plain autograd of GPT.plain_loss.
-    """
+    With fp8: e4m3 forward, e5m2 gradient (record 19 of the public race)."""
     if fp8:
         x8, w8 = (x * X_SCALE).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), True)
@@ -448,7 +422,6 @@ class HeadLoss(torch.autograd.Function):
 
 def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
     """count ids for a softmax over a sample: all distinct targets, then others as a fixed walk over all ids finds them.
-
     -> ids [count], each once; column of each id [vocab], -1 where it is left out; number of distinct targets, 0-D.
     The walk visits (start + j) * 20011 mod vocab, so that moving windows reach every id equally often. No sort, no
     host synchronisation (sampled softmax of record 92). Should targets alone exceed count, the last ones are left out.
@@ -476,7 +449,6 @@ def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
 
 class Mask(NamedTuple):
     """Who sees whom: causal, same segment, and at most so many blocks back. One of dense and blocks is set."""
-
     segments_BT: Tensor
     previous_BT: Tensor | None = None            # where keys take a half from the token before (partial key offset)
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
@@ -503,10 +475,8 @@ def dense_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
 
 def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
     """The same rule as lists of blocks, built on the device without a search, sort or dense mask.
-
     Segment ids only grow along a row, so everything a block of queries i sees is one run of key blocks [low, i], and
-    what it sees wholly is the run [full_low, i - 1]; likewise for the queries [j, high] that see a block of keys j.
-    """
+    what it sees wholly is the run [full_low, i - 1]; likewise for the queries [j, high] that see a block of keys j."""
     first, last = segments_BT[:, ::block], segments_BT[:, block - 1::block]
     n = first.size(1)
     i = torch.arange(n, device=first.device)
@@ -559,11 +529,8 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class Group(NamedTuple):
     """Parameters that share one rule and one rate.
-
     kind: muon (matrices [.., R, C] of one shape) | adam (any) | rows (one table [R, C] that is looked up by row).
-    A rows parameter has no .grad but .touched: a list of (ids [..], looked-up rows [.., C] whose .grad is wanted).
-    """
-
+    A rows parameter has no .grad but .touched: a list of (ids [..], looked-up rows [.., C] whose .grad is wanted)."""
     name: str
     kind: str
     params: dict[str, nn.Parameter]
@@ -580,14 +547,11 @@ def cautious_step(weight: Tensor, step: Tensor, decay: Tensor) -> None:
     weight.sub_(step + decay * weight * (step * weight > 0))
 
 
-def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, second: Tensor, lr: Tensor, momentum: Tensor,
-                beta2: Tensor, decay: Tensor, dtype: torch.dtype) -> None:
+def muon_update(weight, grad, momentum_buffer, second, lr, momentum, beta2, decay, dtype: torch.dtype) -> None:
     """NorMuon (Li et al. 2025) on a stack [N, R, C]: Muon with a variance for each of the max(R, C) neurons.
-
     M <- mu M + (1 - mu) G;  O = orth((1 - mu) G + mu M);  v <- b v + (1 - b) mean over the short side of O^2
     O <- O / sqrt(v), rescaled to its old norm;  W <- W - lr sqrt(max(1, R/C)) O, cautiously decayed by decay lr^2 ..
-    In place: weight, momentum_buffer, second (v, [N, R, 1] or [N, 1, C]).
-    """
+    In place: weight, momentum_buffer, second (v, [N, R, 1] or [N, 1, C])."""
     grad = grad.float()
     momentum_buffer.mul_(momentum).add_(grad * (1 - momentum))
     update = orthogonalize(grad * (1 - momentum) + momentum_buffer * momentum, dtype).float()
@@ -600,8 +564,7 @@ def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, second: T
     cautious_step(weight, rate * scaled, decay * lr * rate)
 
 
-def adam_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, lr: Tensor, bias1: Tensor,
-                bias2: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor, decay: Tensor) -> None:
+def adam_update(weight, grad, exp_avg, exp_avg_sq, lr, bias1, bias2, beta1, beta2, eps, decay) -> None:
     """Adam (Kingma & Ba 2015), bias-corrected, any shape, decayed by decay lr^2. In place: weight and both averages."""
     grad = grad.float()
     exp_avg.mul_(beta1).add_(grad * (1 - beta1))
@@ -611,10 +574,8 @@ def adam_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
 
 def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
     """Sums of the gradients [M, C] of equal ids [M] -> as many slots: distinct ids in order, then unused; their sums.
-
     Static shapes and no host synchronisation; the order of every sum follows from ids alone (the backward pass of an
-    embedding sorts stably and adds in fp32), so that all ranks get the same bits.
-    """
+    embedding sorts stably and adds in fp32), so that all ranks get the same bits."""
     ordered, place = ids.sort(stable=True)
     slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
     distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
@@ -622,12 +583,9 @@ def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]
     return distinct, torch.ops.aten.embedding_dense_backward(grads, slots, len(ids), -1, False)
 
 
-def rows_update(rows: Tensor, grad: Tensor, second: Tensor, age: Tensor, used: Tensor, lr: Tensor, beta2: Tensor,
-                eps: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+def rows_update(rows, grad, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
     """Row-wise RMS steps without momentum (record 92): new rows [M, C] and second moments [M] of touched rows.
-
-    v <- b^age v + (1 - b) mean of G^2, age being the updates since the row's last one;  p <- p - lr G / sqrt(v).
-    """
+    v <- b^age v + (1 - b) mean of G^2, age being the updates since the row's last one;  p <- p - lr G / sqrt(v)."""
     weight, grad = rows.float(), grad.float() * used[:, None]
     second = second * beta2 ** age + (1 - beta2) * grad.square().mean(1)
     cautious_step(weight, lr * grad / (second.sqrt() + eps)[:, None], decay * lr * lr)
@@ -636,10 +594,8 @@ def rows_update(rows: Tensor, grad: Tensor, second: Tensor, age: Tensor, used: T
 
 class Bank:
     """A group's parameters as views of one padded buffer, so that one collective and one batched kernel serve all.
-
     Muon banks are [N, R, C], Adam banks flat. Each rank owns 1/size of the first dimension: its shard has an exact
-    fp32 master copy (the weights themselves where these are fp32) and the optimizer state.
-    """
+    fp32 master copy (the weights themselves where these are fp32) and the optimizer state."""
 
     def __init__(self, group: Group, world: World):
         self.group, self.world, self.steps, self.slices = group, world, 0, {}
@@ -695,6 +651,9 @@ class Bank:
     def zero_grad(self) -> None:
         self.grad.zero_()
 
+    def tensors(self) -> list[Tensor]:
+        return [self.weight, self.grad, self.master, *self.state.values()]
+
     def exact(self) -> dict[str, Tensor]:
         """This rank's shards of what a checkpoint keeps; a bank that waits has gradients from one step to the next."""
         return {"weight": self.master, **self.state, **({"grad": self.grad_shard} if self.group.every > 1 else {})}
@@ -703,14 +662,14 @@ class Bank:
         if self.group.every > 1 and (work := self.reduce()) is not None:
             work.wait()
         for kind, full in self.exact().items():
-            if self.world.size > 1:
+            if len(full) < len(self.weight):
                 shard, full = full, full.new_empty(len(self.weight), *full.shape[1:])
                 all_gather(full, shard)
             yield from ((f"{name}/{kind}", self.part(full, name)) for name in self.slices)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         for kind, shard in self.exact().items():
-            full = shard.new_zeros(len(self.weight), *shard.shape[1:])
+            full = shard if len(shard) == len(self.weight) else shard.new_zeros(len(self.weight), *shard.shape[1:])
             for name in self.slices:
                 self.part(full, name).copy_(tensors[f"{name}/{kind}"])
             shard.copy_(full[self.mine])
@@ -720,19 +679,21 @@ class Bank:
             self.grad[self.mine] = self.grad_shard
 
 
-class RowBank:
+class RowBank(Bank):
     """A table of which a step touches few rows. Every rank holds all of it and makes the same update.
-
     Ids and gradients of the touched rows are collected in the order of the step's rows, whatever the ranks. The
-    table's last row belongs to nobody and stays as it is: lookups without an answer and free slots point there.
-    """
+    table's last row belongs to nobody and stays as it is: lookups without an answer and free slots point there."""
 
     def __init__(self, group: Group, world: World):
         self.group, self.world, self.steps = group, world, 0
-        (self.name, self.table), = group.params.items()
-        self.weight, device = self.table.data, world.device
-        self.state = dict(second=torch.zeros(len(self.weight), device=device),
-                          seen=torch.zeros(len(self.weight), dtype=torch.int32, device=device))
+        (name, self.table), = group.params.items()
+        self.weight = self.master = self.table.data
+        self.mine, self.slices = slice(None), {name: slice(None)}
+        self.state = dict(second=torch.zeros(len(self.weight), device=world.device))
+        self.state["seen"] = self.state["second"].int()
+
+    def part(self, full: Tensor, name: str) -> Tensor:
+        return full
 
     def reduce(self) -> None:
         """Collect all ranks' ids [M] and gradients [M, C]."""
@@ -751,12 +712,8 @@ class RowBank:
         self.table.touched.clear()
         self.ids = self.grads = self.grad_shard = None
 
-    def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((f"{self.name}/{kind}", t) for kind, t in dict(weight=self.weight, **self.state).items())
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        for key, t in self.gathered():
-            t.copy_(tensors[key])
+    def tensors(self) -> list[Tensor]:
+        return list(self.state.values())
 
 
 class Optimizer:
@@ -773,8 +730,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
-        """One update of everything due; zeroes its gradients. -> squared gradient norm of each bank's shard, [banks];
-        0 for a bank that waits for a later step."""
+        """One update of everything due; zeroes its gradients. -> squared gradient norms of the shards, 0 if not due."""
         for bank in self.banks:
             bank.steps += 1
         due = [bank for bank in self.banks if bank.steps % bank.group.every == 0]
@@ -817,20 +773,16 @@ class Optimizer:
     @torch.no_grad()
     def average(self, rate: float, share: float = 0.0) -> None:
         """Move the average over the tail by rate towards the weights (1 begins it); a share > 0 ships it, mixed in."""
-        for bank in self.banks:
-            if bank.group.tail:
-                bank.state["tail"].lerp_(bank.master, rate)
-                if share:
-                    bank.blend(share)
-                    work = bank.gather()
-                    if work is not None:
-                        work.wait()
+        for bank in [bank for bank in self.banks if bank.group.tail]:
+            bank.state["tail"].lerp_(bank.master, rate)
+            if share:
+                bank.blend(share)
+                if (work := bank.gather()) is not None:
+                    work.wait()
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step at rate 0 may change: all state, and all weights but those of tables."""
-        dense = [bank for bank in self.banks if bank.group.kind != "rows"]
-        return [t for bank in self.banks for t in bank.state.values()] + [
-            t for bank in dense for t in (bank.weight, bank.grad, bank.master)]
+        return [t for bank in self.banks for t in bank.tensors()]
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """("PARAMETER/KIND", tensor): exact weights and state, whole and unpadded, on every rank; all must iterate."""
@@ -853,7 +805,6 @@ class Optimizer:
 
 class Layer(NamedTuple):
     """One row of the topology table."""
-
     attention: str | None        # "long" (whole window), "short" (half of it), None
     value_table: int | None      # which value embedding is mixed into the values
     skip_from: int | None        # add the output of this earlier layer to the input, gated
@@ -873,7 +824,6 @@ def layer_table(c: Config) -> list[Layer]:
 
 class View(NamedTuple):
     """What a forward pass is asked for besides its tokens. A step changes these numbers, never the graph."""
-
     window: int                            # long window, in blocks
     trained: tuple[int, int] = (1, 1)      # first and latest long window of training: rotary tables stretch along
     weights: tuple[float, ...] = (1.0,)    # of the next target, the one after, ..
@@ -883,6 +833,7 @@ class View(NamedTuple):
 
 
 GATE_DIMS = 16                             # gates look at so many channels
+Rotary = tuple[Tensor, Tensor]             # cos and sin
 
 
 def norm(x: Tensor) -> Tensor:
@@ -898,12 +849,9 @@ def add_skip(x: Tensor, skip: Tensor, weight: Tensor, gates: Tensor) -> Tensor:
     return x + weight * 2 * torch.sigmoid(gate(x, gates)) * skip
 
 
-def stem(e: Tensor, rows_JBTE: Tensor | None, signs_JBT: Tensor | None, sign_pool: Tensor, has_previous: Tensor,
-         smear: Tensor, gates: Tensor, mix: Tensor) -> tuple[Tensor, ...]:
+def stem(e, rows_JBTE, signs_JBT, sign_pool, has_previous, smear, gates, mix) -> tuple[Tensor, ...]:
     """Token embeddings and looked-up n-gram rows -> x0, the n-gram vector, first input and its norm, each [B, T, E].
-
-    Smear: some of the token before is added (record 34). Signs: rows that share a slot by accident point elsewhere.
-    """
+    Smear: some of the token before is added (record 34). Signs: rows that share a slot by accident point elsewhere."""
     e = e + smear * torch.sigmoid(gate(e, gates)) * shift(e) * has_previous[..., None]
     x0, ngram = norm(e), None
     x = 1.0 * x0
@@ -919,9 +867,7 @@ SIGN_POOL = 8191
 
 def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...], num_rows: int) -> tuple[Tensor, Tensor]:
     """Rows of a table [len(orders) num_rows + 1, E] and signs of the pool, [J, B, T], by hashes of the last n tokens.
-
-    A position whose document has fewer tokens gets the table's last row, which is zero.
-    """
+    A position whose document has fewer tokens gets the table's last row, which is zero."""
     tokens, rows, signs = tokens_BT.long(), [], []
     for j, order in enumerate(orders):
         row, sign = (tokens * factors[0] for factors in NGRAM_FACTORS)
@@ -939,27 +885,34 @@ def further_targets(targets_BT: Tensor, segments_BT: Tensor, count: int) -> Tens
     return torch.stack([targets_BT, *further])
 
 
-def rotary_tables(num_positions: int, head_dim: int, base: float, first_window_tokens: int, stretch: float, like: Tensor
-                  ) -> tuple[Tensor, Tensor]:
+def rotary_tables(T: int, head_dim: int, base: float, first_window_tokens: int, stretch: float, like: Tensor) -> Rotary:
     """cos and sin [T, 1, D/2], kept in like's precision. The upper half of the pairs stands still (half-truncated).
-
     With a window stretched by s, frequencies that turn less than 32 times in the first window slow down, by up to s
-    (YaRN, Peng et al. 2023); the tables grow a little, so that scores get 1 + 0.2 ln s times sharper.
-    """
+    (YaRN, Peng et al. 2023); the tables grow a little, so that scores get 1 + 0.2 ln s times sharper."""
     quarter = head_dim // 4
     freq = (1 / base) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device)
     kept = ((first_window_tokens * freq / (2 * math.pi) - 1) / 31).clamp(0, 1)
     freq = freq * (kept + (1 - kept) / stretch)
-    angle = torch.arange(num_positions, dtype=torch.float32, device=like.device)[:, None] * F.pad(freq, (0, quarter))
+    angle = torch.arange(T, dtype=torch.float32, device=like.device)[:, None] * F.pad(freq, (0, quarter))
     size = (1 + 0.2 * math.log(stretch)) ** 0.5
     return (size * angle.cos()).to(like.dtype)[:, None], (size * angle.sin()).to(like.dtype)[:, None]
 
 
-def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
     """Turn the pairs (j, j + D/2) by their position's angle (RoPE, Su et al. 2021)."""
     cos, sin = (t.float() for t in rotary)
     a, b = x_BTHD.float().chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x_BTHD)
+
+
+def matrix(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Uniform, with half of the standard deviation 1 / sqrt(last dimension)."""
+    bound = 0.5 * 3 ** 0.5 * shape[-1] ** -0.5
+    return nn.Parameter(torch.empty(shape, dtype=dtype).uniform_(-bound, bound))
+
+
+def scalars(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values if len(values) > 1 else values[0]))
 
 
 class Attention(nn.Module):
@@ -969,15 +922,15 @@ class Attention(nn.Module):
         super().__init__()
         self.config = c
         pair = c.qk_dim * (2 - c.num_heads % 2)           # orthogonalised by pairs of heads (record 80)
-        self.qk = nn.Parameter(torch.empty(2 * c.num_heads * c.qk_dim // pair, pair, c.model_dim, dtype=dtype))
-        self.value = nn.Parameter(torch.empty(c.num_heads * c.head_dim, c.model_dim, dtype=dtype))
-        self.out = nn.Parameter(torch.empty(c.num_heads * c.head_dim, c.model_dim, dtype=dtype))      # transposed
-        self.scales = nn.Parameter(torch.empty(2))        # of values and output; on weights, where they cost nothing
-        self.gates = nn.Parameter(torch.empty(2 * c.num_heads, GATE_DIMS, dtype=dtype))
+        self.qk = matrix(2 * c.num_heads * c.qk_dim // pair, pair, c.model_dim, dtype=dtype)
+        self.value = matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype)
+        self.out = matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype)         # transposed
+        self.scales = scalars(0.5, 1.0)                    # of values and output; on weights, where they cost nothing
+        self.gates = nn.Parameter(torch.zeros(2 * c.num_heads, GATE_DIMS, dtype=dtype))
         if layer.value_table is not None:
-            self.value_gates = nn.Parameter(torch.empty(c.num_heads, GATE_DIMS, dtype=dtype))
+            self.value_gates = nn.Parameter(torch.zeros(c.num_heads, GATE_DIMS, dtype=dtype))
 
-    def forward(self, x_BTE: Tensor, ve_BTE: Tensor | None, mask: Mask, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTE: Tensor, ve_BTE: Tensor | None, mask: Mask, rotary: Rotary) -> Tensor:
         c, H, half = self.config, self.config.num_heads, GATE_DIMS // 2
         widths = H * c.qk_dim, H * c.qk_dim, H * c.head_dim
         weight = torch.cat((self.qk.flatten(0, 1), self.value * self.scales[0]))
@@ -1001,9 +954,9 @@ class MLP(nn.Module):
 
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
-        self.up = nn.Parameter(torch.empty(c.mlp_dim, c.model_dim, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(c.mlp_dim, c.model_dim, dtype=dtype))
-        self.scale = nn.Parameter(torch.empty(()))
+        self.up = matrix(c.mlp_dim, c.model_dim, dtype=dtype)
+        self.down = nn.Parameter(torch.zeros(c.mlp_dim, c.model_dim, dtype=dtype))
+        self.scale = scalars(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(F.linear(x, self.up)).square() @ (self.down * self.scale)
@@ -1011,15 +964,13 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """x <- a x + b x0 + c ngram + attention(normed); x <- x + mlp(norm x). -> x, norm x.
-
-    The norm for the next block is made here, where x is at hand, and late blocks can share one (record 77).
-    """
+    The norm for the next block is made here, where x is at hand, and late blocks can share one (record 77)."""
 
     def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
         super().__init__()
         self.attention = Attention(c, layer, dtype) if layer.attention else None
         self.mlp = MLP(c, dtype)
-        self.mix = nn.Parameter(torch.empty(3))
+        self.mix = scalars(1.1, 0.0, 0.05)
 
     def forward(self, x, normed, x0, ngram, ve, mask, rotary):
         x = self.mix[0] * x + self.mix[1] * x0
@@ -1039,22 +990,22 @@ class GPT(nn.Module):
         self.config, self.kernels, self.table = c, kernels, layer_table(c)
         self.squash = Squash(*c.squash)
         dtype, width = kernels.dtype, c.num_heads * c.head_dim
-        self.embed = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
-        self.value_embeds = nn.Parameter(torch.empty(c.padded_vocab, len(c.value_layers) * width, dtype=dtype))
+        self.embed = nn.Parameter(torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
+        self.value_embeds = nn.Parameter(0.01 * torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype))
         self.ngrams = None
         if c.table_rows:
             num_rows = len(c.table_orders) * c.table_rows + 1
-            self.ngrams = nn.Parameter(torch.empty(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
+            self.ngrams = nn.Parameter(torch.zeros(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
             self.ngrams.touched = []                  # in place of .grad: see Group
         signs = torch.randint(0, 2, (SIGN_POOL, c.model_dim), generator=torch.Generator().manual_seed(1), device="cpu")
         self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
-        self.smear, self.ngram_mix = nn.Parameter(torch.empty(())), nn.Parameter(torch.empty(()))
-        self.smear_gates = nn.Parameter(torch.empty(1, GATE_DIMS, dtype=dtype))
-        self.skip_weights = nn.Parameter(torch.empty(2))                              # skip, taking back
-        self.skip_gates = nn.Parameter(torch.empty(2, 1, GATE_DIMS, dtype=dtype))
+        self.smear, self.ngram_mix = scalars(0.0), scalars(0.05)
+        self.smear_gates = nn.Parameter(torch.zeros(1, GATE_DIMS, dtype=dtype))
+        self.skip_weights = scalars(0.18, -0.5)                                        # skip, taking back
+        self.skip_gates = nn.Parameter(torch.zeros(2, 1, GATE_DIMS, dtype=dtype))
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
-        self.head = nn.Parameter(torch.empty(c.padded_vocab, c.model_dim, dtype=dtype))
-        self.head_gradients, self.cross_entropy = head_gradients, self.plain_loss
+        self.head = nn.Parameter(torch.zeros(c.padded_vocab, c.model_dim, dtype=dtype))
+        self.head_gradients, self.cross_entropy = head_gradients, further_cross_entropy
         self.build_mask, self.add_skip, self.stem = block_mask if kernels.flex else dense_mask, add_skip, stem
         self.rotary: dict[tuple, tuple[Tensor, Tensor]] = {}    # by row length and windows; not saved
         if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
@@ -1128,100 +1079,36 @@ class GPT(nn.Module):
         weights = tuple(map(torch.tensor, view.weights))         # 0-D on the CPU: new values, the same graph
         if view.training and self.kernels.compile:
             return HeadLoss.apply(x, w, bias, targets, weights, self.squash, self.kernels.fp8, self.head_gradients)
-        return self.cross_entropy(x, w, bias, targets, weights)
-
-    def plain_loss(self, x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """Reference of the head: [T, E] -> summed loss. Also what validation uses."""
-        return further_cross_entropy(F.linear(x, w), bias, targets, weights, self.squash)
+        return self.cross_entropy(x, w, bias, targets, weights, self.squash)
 
 
-class Family(NamedTuple):
-    """One row of the parameter table: which names, how they begin, whose rule they follow."""
-
-    name: str
-    pattern: str
-    init: Callable[[Tensor], object]
-    bank: str
-
-
-def fan_in_uniform(w: Tensor) -> None:
-    """Half the standard deviation of 1 / sqrt(fan_in), uniform."""
-    bound = 0.5 * 3 ** 0.5 * w.size(-1) ** -0.5
-    w.uniform_(-bound, bound)
-
-
-def small_normal(w: Tensor) -> None:
-    w.normal_(std=0.01)
-
-
-def constant(*values: float) -> Callable[[Tensor], object]:
-    return lambda w: w.copy_(torch.tensor(values if len(values) > 1 else values * w.numel()).view(w.shape))
-
-
-def families() -> list[Family]:
-    return [
-        #      name             pattern                   init                     bank
-        Family("embed",         r"embed",                 Tensor.normal_,          "embed"),
-        Family("value_embeds",  r"value_embeds",          small_normal,            "value_embeds"),
-        Family("ngrams",        r"ngrams",                Tensor.zero_,            "ngrams"),
-        Family("head",          r"head",                  Tensor.zero_,            "head"),
-        Family("block_mix",     r"blocks\.\d+\.mix",      constant(1.1, 0., .05),  "scalars"),
-        Family("ngram_mix",     r"ngram_mix",             constant(.05),           "scalars"),
-        Family("scales",        r".*\.attention\.scales", constant(.5, 1.),        "scalars"),
-        Family("mlp_scale",     r".*\.mlp\.scale",        constant(1.),            "scalars"),
-        Family("skip_weights",  r"skip_weights",          constant(.18, -.5),      "scalars"),
-        Family("smear",         r"smear",                 Tensor.zero_,            "scalars"),
-        Family("gates",         r".*gates",               Tensor.zero_,            "gates"),
-        Family("qk",            r".*\.attention\.qk",     fan_in_uniform,          "qk"),
-        Family("value",         r".*\.attention\.value",  fan_in_uniform,          "value_out"),
-        Family("attention_out", r".*\.attention\.out",    fan_in_uniform,          "value_out"),
-        Family("mlp_up",        r".*\.mlp\.up",           fan_in_uniform,          "mlp_up"),
-        Family("mlp_down",      r".*\.mlp\.down",         Tensor.zero_,            "mlp_down"),
-    ]
-
-
-def rules(c: Config) -> dict[str, dict]:
-    """How each bank learns, in the order in which gradients are reduced: the fields of an optimizer's group."""
-    keys = "kind", "lr", "betas", "eps", "decay", "every", "tail"
-    table = dict(
-        #             kind    rate             betas       epsilon     decay  every  tail
-        embed=       ("adam", c.lr_embed,      (.75, .95), 1e-10, .025,  1,     True),
-        value_embeds=("adam", c.lr_embed,      (.75, .95), 1e-10, .025,  2,     False),
-        ngrams=      ("rows", c.lr_table,      (.0, .95),  1e-15,      .025,  1,     False),   # gradients of few tokens
-        head=        ("adam", c.lr_head,       (.5, .95),  1e-10, .75,   1,     True),
-        scalars=     ("adam", c.lr_scalar,     (.9, .99),  1e-10, 0.,    1,     False),
-        gates=       ("adam", c.lr_head,       (.9, .99),  1e-10, .005,  1,     False),
-        qk=          ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
-        value_out=   ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
-        mlp_up=      ("muon", c.lr_matrix,     (.0, .9),   0.,         1.2,   1,     True),
-        mlp_down=    ("muon", 2 * c.lr_matrix, (.0, .9),   0.,         1.2,   1,     True))
-    return {bank: dict(zip(keys, row)) for bank, row in table.items()}
-
-
-def claimed(c: Config, model: nn.Module) -> list[tuple[Family, dict[str, nn.Parameter]]]:
-    """Each family with its parameters; raises ValueError unless every parameter has exactly one family."""
-    rows = [(family, {}) for family in families()]
-    for name, p in model.named_parameters():
-        owners = [row for row in rows if re.fullmatch(row[0].pattern, name)]
-        if len(owners) != 1:
-            raise ValueError(f"parameter {name} has {len(owners)} rows in families(), expected exactly 1")
-        owners[0][1][name] = p
-    return [row for row in rows if row[1]]
-
-
-@torch.no_grad()
-def init_weights(c: Config, model: nn.Module) -> None:
-    for family, params in claimed(c, model):
-        for p in params.values():
-            family.init(p)
+def rules(c: Config) -> list[dict]:
+    """How each bank of parameters learns, in the order in which gradients are reduced: the fields of Group."""
+    keys = "name", "kind", "params", "lr", "betas", "eps", "decay", "every", "tail"
+    table = (
+        # name          kind    parameters              rate             betas       epsilon decay  every  tail
+        ("embed",        "adam", r"embed",               c.lr_embed,      (.75, .95), 1e-10,  .025,  1,     True),
+        ("value_embeds", "adam", r"value_embeds",        c.lr_embed,      (.75, .95), 1e-10,  .025,  2,     False),
+        ("ngrams",       "rows", r"ngrams",              c.lr_table,      (.0, .95),  1e-15,  .025,  1,     False),
+        ("head",         "adam", r"head",                c.lr_head,       (.5, .95),  1e-10,  .75,   1,     True),
+        ("scalars",      "adam", r".*(mix|scales?|skip_weights|smear)", c.lr_scalar, (.9, .99), 1e-10, 0., 1, False),
+        ("gates",        "adam", r".*gates",             c.lr_head,       (.9, .99),  1e-10,  .005,  1,     False),
+        ("qk",           "muon", r".*\.qk",              c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
+        ("value_out",    "muon", r".*\.(value|out)",     c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
+        ("mlp_up",       "muon", r".*\.up",              c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
+        ("mlp_down",     "muon", r".*\.down",            2 * c.lr_matrix, (.0, .9),   0.,     1.2,   1,     True))
+    return [dict(zip(keys, row)) for row in table]
 
 
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
-    """The groups of the optimizer: each bank with its rule and the parameters of its families."""
-    groups = {bank: dict(name=bank, params={}, **rule) for bank, rule in rules(c).items()}
-    for family, params in claimed(c, model):
-        groups[family.bank]["params"].update(params)
-    return [group for group in groups.values() if sum(p.numel() for p in group["params"].values())]
+    """rules() with the parameters that their patterns name; raises ValueError unless each is named exactly once."""
+    groups = [{**rule, "params": {}} for rule in rules(c)]
+    for name, p in model.named_parameters():
+        owners = [group for rule, group in zip(rules(c), groups) if re.fullmatch(rule["params"], name)]
+        if len(owners) != 1:
+            raise ValueError(f"parameter {name} has {len(owners)} rows in rules(), expected exactly 1")
+        owners[0]["params"][name] = p
+    return [group for group in groups if any(p.numel() for p in group["params"].values())]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1255,15 +1142,11 @@ def shard_tokens(path: str) -> int:
 
 def find_shards(patterns: str, what: str) -> list[str]:
     """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
-    names = sorted({os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
-    found: dict[str, str] = {}                # by the file itself, which may have several names
-    for name in names:
-        found.setdefault(os.path.realpath(name), name)
-    paths = list(found.values())
+    names = {os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())}
+    paths = sorted({os.path.realpath(name): name for name in sorted(names, reverse=True)}.values())     # each file once
     if not paths:
-        raise Refusal(f"no {what} shards match {patterns}. FineWeb: python data/cached_fineweb10B.py; the demo's text: "
-                      "python data/text.py --builtin --tokenizer=bytes; your own: python data/text.py --help; or name "
-                      f"shards with --{what}_files=PATTERN")
+        raise Refusal(f"no {what} shards match {patterns}: name others with --{what}_files=PATTERN or get them: python "
+                      "data/cached_fineweb10B.py, data/text.py --builtin --tokenizer=bytes (demo), data/text.py --help")
     return paths
 
 
@@ -1288,6 +1171,8 @@ class TokenStream:
         for path in paths:
             self.starts.append(self.starts[-1] + shard_tokens(path))
         self.num_tokens = self.starts[-1]
+        if self.num_tokens < 2:
+            raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
         self.maps: dict[int, Tensor] = {}
         self.indexed: dict[tuple[int, int], list[int]] = {}      # a shard is searched once, however many ask
 
@@ -1336,31 +1221,8 @@ class TokenStream:
         return (self.shard(k)[starts[:, None] + 1 + torch.arange(length)] * odd).sum(1)
 
 
-def documents(stream: TokenStream, eod_id: int, begin: int = 0) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each document from position begin on, for one epoch. Indexes the next shard in the background.
-
-    What stands before the first eod_id counts as a document; one may run on into the next shard. The stream's last
-    token is nobody's input, as it has no successor.
-    """
-    pending, last = begin, stream.num_tokens - 1
-    first, shards = max(0, bisect.bisect_right(stream.starts, begin) - 1), len(stream.paths)
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(stream.document_starts, first, eod_id)
-        for k in range(first, shards):
-            found = ahead.result()
-            if k + 1 < shards:
-                ahead = pool.submit(stream.document_starts, k + 1, eod_id)
-            for start in found:
-                if start > pending:
-                    yield pending, min(start, last)
-                    pending = start
-    if pending < last:
-        yield pending, last
-
-
 class Position(NamedTuple):
     """Where the data stands between two steps: what is left of a cut document, and where the next one starts."""
-
     epoch: int = 0
     start: int = 0                           # of the piece carried over; start == stop: none
     stop: int = 0
@@ -1373,31 +1235,36 @@ class Planner:
 
     def __init__(self, stream: TokenStream, eod_id: int, position: Position = Position()):
         self.stream, self.eod_id, self.position = stream, eod_id, position
-        self.docs = documents(stream, eod_id, position.next_document)
+        self.docs = self.documents(position.epoch, position.next_document)
 
-    def next_document(self) -> tuple[int, int]:
-        found = next(self.docs, None)
-        if found is None:                    # the epoch is over
-            self.position = self.position._replace(epoch=self.position.epoch + 1)
-            self.docs = documents(self.stream, self.eod_id)
-            found = next(self.docs)
-        return found
+    def documents(self, epoch: int, pending: int) -> Iterator[tuple[int, int, int]]:
+        """(epoch, start, stop) of each document from position pending on, epoch after epoch.
+        What stands before the first eod_id counts as a document; one may run on into the next shard. The stream's last
+        token is nobody's input, as it has no successor."""
+        starts, last = self.stream.starts, self.stream.num_tokens - 1
+        while True:
+            for k in range(max(0, bisect.bisect_right(starts, pending) - 1), len(starts) - 1):
+                for start in self.stream.document_starts(k, self.eod_id):
+                    if start > pending:
+                        yield epoch, pending, min(start, last)
+                        pending = start
+            if pending < last:
+                yield epoch, pending, last
+            epoch, pending = epoch + 1, 0
 
     def rows(self, num_rows: int, row_tokens: int, max_doc_tokens: int = 0) -> list[list[tuple[int, int]]]:
         """The next rows, each a list of (start, stop) with row_tokens in all.
-
         Documents in order, each clipped to max_doc_tokens (0: not at all); one that a row's end cuts goes on in the
-        next row. Pieces that follow each other in the stream are joined.
-        """
+        next row. Pieces that follow each other in the stream are joined."""
         rows = []
         for _ in range(num_rows):
             row, free = [], row_tokens
             while free:
                 p = self.position
                 if p.start == p.stop:
-                    start, end = self.next_document()
+                    epoch, start, end = next(self.docs)
                     stop = min(end, start + max_doc_tokens) if max_doc_tokens else end
-                    p = self.position = Position(self.position.epoch, start, stop, end, p.dropped_tokens + end - stop)
+                    p = self.position = Position(epoch, start, stop, end, p.dropped_tokens + end - stop)
                 upto = min(p.stop, p.start + free)
                 if row and row[-1][1] == p.start:
                     row[-1] = row[-1][0], upto
@@ -1411,7 +1278,6 @@ class Planner:
 
 class Batch(NamedTuple):
     """This rank's rows of one step, int32 [rows, T], and where the data stands after it."""
-
     inputs: Tensor
     targets: Tensor
     position: Position
@@ -1427,11 +1293,9 @@ def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, 
 
 
 def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
-            pinned: bool = False, ahead: int = 3) -> Iterator[Batch]:
+            pinned: bool = False, ahead: int = 6) -> Iterator[Batch]:
     """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread.
-
-    Row i of n goes to rank i // (n / size). Errors of the thread are raised here.
-    """
+    Row i of n goes to rank i // (n / size). Errors of the thread are raised here."""
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
         mine = rows[rank * num_rows // size:(rank + 1) * num_rows // size]
@@ -1453,10 +1317,8 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
 def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int, eod_id: int,
                     rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Targets 1..num_targets of the stream, each once, in batches [num_rows, T]; batch i goes to rank i % size.
-
     A row begins overlap tokens before its first target that counts. No loss counts the targets -1 of the overlap and
-    of what fills up the last row and the last batch.
-    """
+    of what fills up the last row and the last batch."""
     firsts = range(0, num_targets, row_tokens - overlap)
     for k in range(rank * num_rows, len(firsts), size * num_rows):
         inputs, targets = torch.full((2, num_rows, row_tokens), eod_id, dtype=torch.int32)
@@ -1475,7 +1337,6 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
 
 class Stage(NamedTuple):
     """A part of the run. until is the fraction of num_steps at which it ends."""
-
     until: float
     batch: float                      # of batch_tokens
     lr: float                         # times every rate: the square root of the batch, 131k tokens = 1
@@ -1485,21 +1346,19 @@ class Stage(NamedTuple):
     further: tuple[tuple[float, float], ...]     # weights of targets 2, 3 ahead, at the stage's begin and end
 
 
-STAGES: dict[str, tuple[Stage, ...]] = {
-    "fast": (
-        #     until  batch  lr     clip  window candidates  further targets
-        Stage(0.333, 0.25,  0.71,  896,  3,     0.2,        ((0.50, 0.50), (0.25, 0.00))),
-        Stage(0.667, 0.50,  1.00,  2048, 7,     0.2,        ((0.50, 0.00), (0.00, 0.00))),
-        Stage(0.920, 1.00,  1.41,  2048, 11,    0.2,        ((0.00, 0.00), (0.00, 0.00))),
-        Stage(1.000, 1.00,  1.41,  2048, 13,    0.0,        ((0.00, 0.00), (0.00, 0.00))),
-    ),
-}
+STAGES = (
+    #     until  batch  lr     clip  window candidates  further targets
+    Stage(0.333, 0.25,  0.71,  896,  3,     0.2,        ((0.50, 0.50), (0.25, 0.00))),
+    Stage(0.667, 0.50,  1.00,  2048, 7,     0.2,        ((0.50, 0.00), (0.00, 0.00))),
+    Stage(0.920, 1.00,  1.41,  2048, 11,    0.2,        ((0.00, 0.00), (0.00, 0.00))),
+    Stage(1.000, 1.00,  1.41,  2048, 13,    0.0,        ((0.00, 0.00), (0.00, 0.00))),
+)
 
 
 def stage_at(c: Config, step: int) -> tuple[Stage, float]:
     """The stage of a step and how far it has come, in [0, 1]. Past the end: the last stage, 1.0."""
     begin = 0.0
-    for stage in STAGES[c.stages]:
+    for stage in STAGES:
         if step < stage.until * c.num_steps:
             return stage, (step / c.num_steps - begin) / (stage.until - begin)
         begin = stage.until
@@ -1529,10 +1388,9 @@ def lr_scale_at(c: Config, step: int) -> float:
 
 
 def momentum_at(c: Config, step: int) -> float:
-    """Up over the first steps, down again over the last ones."""
+    """From 0.85 to 0.95 over the first quarter of the run, and back over its last 4%."""
     done = step / c.num_steps
-    warm = min(1.0, done / max(c.momentum_warmup_frac, 1e-9), (1 - done) / max(c.momentum_cooldown_frac, 1e-9))
-    return c.momentum_start + (c.momentum_end - c.momentum_start) * warm
+    return 0.85 + 0.1 * min(1.0, done / 0.25, (1 - done) / 0.04)
 
 
 def tail_rate_at(c: Config, step: int) -> float:
@@ -1545,7 +1403,7 @@ def tail_rate_at(c: Config, step: int) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
 # The log is the record: source, header, events. The clock that times it. Rank 0 writes, the others stay silent.
-# A checkpoint is a folder: torch.distributed.checkpoint's files, and checkpoint.json with the facts and all checksums.
+# A checkpoint is a folder: tensors.pt, and checkpoint.json with the facts and both checksums.
 
 FENCE = "=" * 100
 
@@ -1553,10 +1411,9 @@ FENCE = "=" * 100
 class RunLog:
     """Writes log_dir/<run_id>.txt on rank 0 and mirrors events to the console. A full disk is said once."""
 
-    def __init__(self, log_dir: str, world: World, console: bool = True):
+    def __init__(self, log_dir: str, world: World):
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         self.run_id, self.path, self.file = f"{stamp}_{uuid.uuid4().hex[:8]}", None, None
-        self.console = console and world.rank == 0
         if world.rank == 0:
             try:
                 Path(log_dir).mkdir(parents=True, exist_ok=True)
@@ -1583,7 +1440,7 @@ class RunLog:
 
     def event(self, text: str) -> None:
         self.write(text)
-        if self.console:
+        if self.path:
             print(text, flush=True)
 
     def close(self) -> None:
@@ -1611,12 +1468,9 @@ def run_quietly(*command: str) -> str:
 
 
 def process_age_s() -> float:
-    """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, IndexError, ValueError):
-        return time.process_time()
+    """Seconds since this process started, by Linux's account."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Clock:
@@ -1673,9 +1527,7 @@ def sha256_of(path: Path) -> str:
 
 class Store:
     """Writes folder/step_N in the background, under another name until it is whole, and keeps the last two. For rank 0.
-
-    What can't be written (full disk, no permission) is said in one line, and training goes on.
-    """
+    What can't be written (full disk, no permission) is said in one line, and training goes on."""
 
     def __init__(self, folder: Path, log: RunLog):
         self.folder, self.log, self.last = folder, log, None
@@ -1691,22 +1543,18 @@ class Store:
             self.pending.pop().result()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
-        from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
         part, whole = self.folder / f"writing_{name}", self.folder / name
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
-            save(tensors, storage_writer=FileSystemWriter(part), no_dist=True)
-            body = json.dumps(facts | dict(files={file.name: sha256_of(file) for file in sorted(part.iterdir())}))
-            with (part / "checkpoint.json").open("w", encoding="ascii") as file:
-                file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
-                file.flush()
-                os.fsync(file.fileno())
+            part.mkdir(parents=True)
+            torch.save(tensors, part / "tensors.pt")
+            body = json.dumps(facts | dict(files={"tensors.pt": sha256_of(part / "tensors.pt")}))
+            (part / "checkpoint.json").write_text(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
+            os.sync()
             self.last = part.rename(whole)
             for old in sorted(self.folder.glob("step_*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
-        except (Exception, CheckpointException) as error:
-            cause = next(iter(getattr(error, "failures", {0: (error,)}).values()))[0]
-            why = getattr(cause, "strerror", None) or (str(cause).splitlines() or [repr(cause)])[0]
+        except (OSError, RuntimeError) as error:         # torch.save: RuntimeError
+            why = getattr(error, "strerror", None) or (str(error).splitlines() or [repr(error)])[0]
             self.log.event(f"warn: {whole}: checkpoint not written ({why}); the last good one is {self.last}")
             shutil.rmtree(part, ignore_errors=True)
 
@@ -1722,23 +1570,19 @@ def find_checkpoint(resume: str, folder: str) -> Path:
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """(facts, tensors by "PARAMETER/KIND"). Raises Refusal that names the file when a byte is wrong."""
-    from torch.distributed.checkpoint import FileSystemReader, load
     place = Path(folder) / "checkpoint.json"
     try:
         digest, _, body = place.read_bytes().partition(b"\n")
-        facts = json.loads(body) if hashlib.sha256(body).hexdigest().encode() == digest else None
-        for name in facts["files"] if facts else [""]:
-            place = Path(folder) / name if facts else place
-            if not facts or sha256_of(place) != facts["files"][name]:
-                raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+        right = hashlib.sha256(body).hexdigest().encode() == digest
+        facts = json.loads(body) if right else {}
+        if right:
+            place = Path(folder) / "tensors.pt"
+            right = sha256_of(place) == facts["files"]["tensors.pt"]
+        if not right:
+            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
     except OSError as error:
         raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-    reader = FileSystemReader(folder)
-    found = reader.read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(info.size, dtype=info.properties.dtype) for key, info in found.items()}
-    with warnings.catch_warnings(action="ignore"):         # "no process group": each rank reads for itself
-        load(tensors, storage_reader=reader, no_dist=True)
-    return facts, tensors
+    return facts, torch.load(place, map_location="cpu", mmap=True, weights_only=True)
 
 
 @contextlib.contextmanager
@@ -1760,59 +1604,46 @@ def stop_signals() -> Iterator[list[int]]:
         restore()
 
 
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
+def need_finite(where: str, values: dict[str, float]) -> None:
+    if bad := [name for name, value in values.items() if not math.isfinite(value)]:
+        raise Failure(f"{where}: not a finite number: {', '.join(bad)}. Lower the learning rates, or look at the data")
 
 
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
 
-    def __init__(self, c: Config, world: World, log: RunLog, clock: Clock, names: list[str], matmul_parameters: int):
+    def __init__(self, c: Config, log: RunLog, clock: Clock, names: list[str]):
         self.config, self.log, self.clock, self.names = c, log, clock, names
         self.waiting, self.tokens, self.stopping = None, 0, False
-        device = torch.cuda.get_device_name(world.device) if world.is_cuda else ""
-        peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in device), None)
-        self.flops_per_token = 6 * matmul_parameters / peak / world.size if peak else None      # in units of the peak
 
-    def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> str | None:
+    def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
         """Start copying this step's stats (loss, squared gradient norms, stop); look at the step before."""
         self.tokens += tokens
         on_cpu = stats.to("cpu", non_blocking=True)
         before, self.waiting = self.waiting, (step, tokens, self.tokens, lr, on_cpu, self.clock.last)
-        return self.look(before)
+        self.look(before)
 
-    def flush(self) -> str | None:
+    def flush(self) -> None:
         before, self.waiting = self.waiting, None
-        return self.look(before)
+        self.look(before)
 
-    def mfu(self, tokens: float, ms: float) -> float | None:
-        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
-        return self.flops_per_token * tokens / ms * 1e3 if self.flops_per_token else None
-
-    def look(self, item) -> str | None:
-        """Write the step's line when it is due. -> what is not finite in it, or None."""
+    def look(self, item: tuple | None) -> None:
+        """Write the step's line when it is due. Raises Failure for what is not finite in it."""
         if item is None:
-            return None
+            return
         step, tokens, so_far, lr, stats, event = item
         if self.clock.cuda:
             event.synchronize()
-        if not bool(stats.isfinite().all()):
-            bad = [name for name, value in zip(self.names, stats.tolist()) if not math.isfinite(value)]
-            return f"step {step + 1}: not a finite number: {', '.join(bad)}"
+        need_finite(f"step {step + 1}", dict(zip(self.names, stats.tolist())))
         self.stopping = bool(stats[-1])
         self.clock.collect(keep=1)
         c, done = self.config, step + 1
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
-            mfu = self.mfu(tokens, ms)
             self.log.event(f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} "
                            f"train_time:{self.clock.elapsed_ms():.0f}ms step_avg:{ms:.2f}ms "
-                           f"tokens_per_s:{tokens / ms * 1e3:.0f} " + (f"mfu:{mfu:.3f} " if mfu else "")
-                           + f"lr:{lr:.4f} tokens:{so_far}")
-        if done == 20 and c.num_steps > 40:
-            mean = sum(self.clock.step_ms) / len(self.clock.step_ms)
-            self.log.event(f"note: at this pace {c.num_steps} steps take about {mean * c.num_steps / 1e3:.0f} s")
-        return None
+                           f"tokens_per_s:{tokens / ms * 1e3:.0f} lr:{lr:.4f} tokens:{so_far}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1822,7 +1653,6 @@ class Progress:
 @dataclass
 class Run:
     """All that a run holds. train_stream and val_stream are memory-mapped; position is where the data stands."""
-
     config: Config
     world: World
     kernels: Kernels
@@ -1836,17 +1666,17 @@ class Run:
 
 def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) -> Config:
     """Vocabulary and end-of-document id as the shards' dataset.json says. Raises Refusal on any contradiction."""
-    cards = [dataset_card(train), dataset_card(val)]
-    if cards[0] and cards[1] and cards[0] != cards[1]:
+    cards = [card for card in map(dataset_card, (train, val)) if card]
+    if cards and cards[0] != cards[-1]:
         raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
     same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
     if same:
         raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean nothing")
-    card = {key: value for key, value in (cards[0] or cards[1] or {}).items() if key != "tokenizer"}
-    for key, value in card.items():
+    given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
+    for key, value in given.items():
         if overrides.get(key, value) != value:
             raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
-    c = dataclasses.replace(c, **card)
+    c = dataclasses.replace(c, **given)
     check_config(c)
     return c
 
@@ -1855,45 +1685,31 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     """Check everything that can be checked cheaply, then make model and optimizer. Raises Refusal."""
     paths = [find_shards(c.train_files, "train"), find_shards(c.val_files, "val")]
     c = adopt_dataset(c, overrides, *paths)
-    train_stream, val_stream = streams = [TokenStream(p, c.vocab_size) for p in paths]
-    for stream in streams:
-        if stream.num_tokens < 2:
-            raise Refusal(f"{stream.paths[0]} and its like hold 1 token: expected 2, an input and its target")
+    train_stream, val_stream = (TokenStream(p, c.vocab_size) for p in paths)
     there = val_stream.num_tokens - 1
     if c.val_tokens > there:
         raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {there + 1:,} tokens, at most {there:,} "
                       "targets; expected --val_tokens=0 (all) or fewer")
     c = dataclasses.replace(c, val_tokens=c.val_tokens or there)
-    if c.stages not in STAGES:
-        raise Refusal(f"--stages={c.stages}: expected one of {', '.join(STAGES)}")
     rows = {rows_at(c, step) for step in range(c.num_steps)}
     pools = math.gcd(*rows) / c.pool_rows
     if pools % world.size:
         legal = ", ".join(str(n) for n in range(1, int(pools) + 1) if pools % n == 0) or "none"
-        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows a step evenly, in whole pools of "
-                      f"--pool_rows={c.pool_rows} (rows = batch_tokens / row_tokens = {c.batch_tokens} / {c.row_tokens}"
-                      f"); legal counts: {legal} (--nproc_per_node, or NPROC=n ./run.sh)")
+        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows ({c.batch_tokens} / {c.row_tokens} in "
+                      f"all) in pools of {c.pool_rows}; legal counts: {legal} (--nproc_per_node, or NPROC=n ./run.sh)")
     for k in range(len(val_stream.paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     train_stream.document_starts(0, c.eod_id)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8)
     if kernels.compile and not world.is_cuda and not find_compiler():
-        raise Refusal("--compile=on: a C compiler is needed for compilation and none was found; install one (gcc) "
-                      "or use --compile=off")
+        raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use --compile=off")
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(c.seed)
     with torch.device(world.device):
         model = GPT(c, kernels)
-    init_weights(c, model)
-    groups = [Group(**row) for row in param_groups(c, model)]
+    groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda, kernels.dtype)
     return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or c.batch_rows)
-
-
-def matmul_parameters(run: Run) -> int:
-    """Parameters that multiply every token: hidden matrices and the head (not embeddings)."""
-    return sum(p.numel() for bank in run.optimizer.banks for p in bank.group.params.values()
-               if bank.group.kind == "muon" or bank.group.name == "head")
 
 
 def budget(run: Run) -> str:
@@ -1902,7 +1718,7 @@ def budget(run: Run) -> str:
     starts = run.train_stream.document_starts(0, c.eod_id)
     lengths = [b - a for a, b in zip(starts, starts[1:])] or [run.train_stream.starts[1]]
     kept = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths)
-            for clip in {stage.max_doc_tokens for stage in STAGES[c.stages]}}
+            for clip in {stage.max_doc_tokens for stage in STAGES}}
     needed = sum(rows_at(c, k) * c.row_tokens / kept[stage_at(c, k)[0].max_doc_tokens] for k in range(c.num_steps))
     text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {there:,} are there"
     epochs = needed / there
@@ -1913,21 +1729,17 @@ def budget(run: Run) -> str:
     return f"{text}: {'enough' if epochs <= 1 else f'wraps, {epochs:.2f} epochs'}"
 
 
-def trained_windows(c: Config, step: int) -> tuple[int, int]:
-    return stage_at(c, 0)[0].window, stage_at(c, step)[0].window
+def val_view(c: Config, step: int) -> View:
+    """What validation after so many steps asks of the model."""
+    return View(c.val_window_blocks, trained=(stage_at(c, 0)[0].window, stage_at(c, step)[0].window))
 
 
 def train_view(run: Run, step: int) -> View:
     """What the step asks of the model, for this rank's first rows. Pools are numbered over all steps and ranks."""
-    c = run.config
-    pools = rows_at(c, step) // c.pool_rows
+    c, pools = run.config, rows_at(run.config, step) // run.config.pool_rows
     first = step * (c.batch_rows // c.pool_rows + 1) + run.world.rank * pools // run.world.size
-    return View(stage_at(c, step)[0].window, trained_windows(c, step), target_weights_at(c, step),
+    return View(stage_at(c, step)[0].window, val_view(c, step).trained, target_weights_at(c, step),
                 candidates_at(c, step), first, training=True)
-
-
-def val_view(c: Config, step: int) -> View:
-    return View(c.val_window_blocks, trained_windows(c, step))
 
 
 def rows_at_once(run: Run, step: int) -> int:
@@ -1973,20 +1785,19 @@ def evaluate(run: Run, step: int) -> float:
 
 def warmup(run: Run, log: RunLog) -> None:
     """Compile and run every shape of the schedule and of validation on random tokens, then restore every byte.
-
-    The rate is 0, so that the table of n-grams, too large for a second copy, stays as it is.
-    """
+    The rate is 0, so that the table of n-grams, too large for a second copy, stays as it is."""
     c, world, banks = run.config, run.world, run.optimizer.banks
     saved, steps = [(t, t.clone()) for t in run.optimizer.tensors()], [bank.steps for bank in banks]
-    with torch.random.fork_rng([world.device] if world.is_cuda else []):
-        fit_memory(run, log)
-        for (num_rows, _), step in {(rows_at(c, k), candidates_at(c, k)): k for k in range(c.num_steps)}.items():
-            tokens = torch.randint(c.vocab_size, (num_rows // world.size, c.row_tokens), dtype=torch.int32)
-            for _ in range(2):
-                train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
-                log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
-        tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
-        run.model(tokens, tokens, val_view(c, 0))
+    fit_memory(run, log)
+    generator = torch.Generator().manual_seed(1)
+    for (num_rows, _), step in {(rows_at(c, k), candidates_at(c, k)): k for k in range(c.num_steps)}.items():
+        shape = num_rows // world.size, c.row_tokens
+        tokens = torch.randint(c.vocab_size, shape, generator=generator, dtype=torch.int32)
+        for _ in range(2):
+            train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
+            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
+    tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
+    run.model(tokens, tokens, val_view(c, 0))
     for t, was in saved:
         t.copy_(was)
     for bank, count in zip(banks, steps):
@@ -1996,26 +1807,25 @@ def warmup(run: Run, log: RunLog) -> None:
 def fit_memory(run: Run, log: RunLog) -> None:
     """Forward and backward of the largest micro-batch. Out of memory: --micro_rows=auto takes fewer rows at once, for
     the same curve; else a Failure names the number that may fit. Leaves gradients behind."""
-    c, last = run.config, run.config.num_steps
-    while True:
-        n, full = rows_at_once(run, last), torch.zeros((), device=run.world.device)
-        tokens = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=run.world.device)
+    c, device, last, full = run.config, run.world.device, run.config.num_steps, True
+    while full:
+        n, full = rows_at_once(run, last), torch.zeros((), device=device)
+        tokens = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=device)
         try:
             run.model(tokens, tokens, train_view(run, last)).backward()
         except torch.OutOfMemoryError:
             full += 1
-        if run.model.ngrams is not None:
-            run.model.ngrams.touched.clear()
         if run.world.size > 1:
             dist.all_reduce(full)
-        if not full:
-            return
-        run.micro_rows = n - c.pool_rows
-        fewer = rows_at_once(run, last) if run.micro_rows else 0
-        if c.micro_rows or not fewer:
-            advice = f"use --micro_rows={fewer}, or --micro_rows=auto" if fewer else "use a smaller --row_tokens"
-            raise Failure(f"out of memory with {n} rows of {c.row_tokens} tokens at once: {advice}")
-        log.event(f"note: {n} rows at once don't fit in memory, trying micro_rows={fewer}")
+        if full:
+            run.micro_rows = n - c.pool_rows
+            fewer = rows_at_once(run, last) if run.micro_rows else 0
+            text = f"out of memory with {n} rows of {c.row_tokens} tokens at once"
+            if c.micro_rows or not fewer:
+                raise Failure(f"{text}: " + (f"use --micro_rows={fewer}, or auto" if fewer else "use shorter rows"))
+            log.event(f"note: {text}: trying micro_rows={fewer}")
+        for bank in run.optimizer.banks:
+            bank.zero_grad()
 
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
@@ -2024,33 +1834,30 @@ SELF_CHECK_TOLERANCE = 1e-5        # relative: what can't be seen takes no part 
 
 def probe(run: Run) -> dict[str, float]:
     """How much the loss of the first tokens of a second document moves, relatively, when other tokens are changed.
-
-    The validation pass (compiled as it will be), on shaken weights, as fresh ones attend to nothing; then restored.
-    """
-    c, T, device, model = run.config, run.config.row_tokens, run.world.device, run.model
+    The validation pass (compiled as it will be), on shaken weights, as fresh ones attend to nothing; then restored."""
+    c, T, device, table = run.config, run.config.row_tokens, run.world.device, run.model.ngrams
     generator, middle, few = torch.Generator(device).manual_seed(1), T // 2, max(2, min(16, T // 4))
     row, other, targets = torch.randint(c.vocab_size, (3, T), generator=generator, device=device, dtype=torch.int32)
     for tokens in (row, other):
         tokens[tokens == c.eod_id] = (c.eod_id + 1) % c.vocab_size
         tokens[[0, middle]] = c.eod_id
     targets[:middle], targets[middle + few:] = -1, -1
-    spoiled = {what: torch.cat((row[:a], other[a:b], row[b:])).expand(rows_at_once(run, c.num_steps), T).contiguous()
-               for what, a, b in (("", 0, 0), ("later tokens", middle + few, T), ("another document", 1, middle),
-                                  ("their own context", middle + 1, middle + few))}
+    cases = {"": (0, 0), "later tokens": (middle + few, T), "another document": (1, middle),
+             "their own context": (middle + 1, middle + few)}
+    rows = [torch.cat((row[:a], other[a:b], row[b:])).expand(rows_at_once(run, c.num_steps), T).contiguous()
+            for a, b in cases.values()]
     places = [(bank.weight, slice(None)) for bank in run.optimizer.banks if bank.group.kind != "rows"]
-    if model.ngrams is not None:                         # of the large table the rows looked up, but nobody's
-        tokens = torch.cat(list(spoiled.values()))
-        ids, _ = ngram_ids(tokens, segment_ids(tokens, c.eod_id), c.table_orders, c.table_rows)
-        places.append((model.ngrams.data, ids[ids < len(model.ngrams) - 1].unique()))
+    if table is not None:                                # of the large table the rows looked up, but nobody's
+        ids = torch.cat([ngram_ids(t, segment_ids(t, c.eod_id), c.table_orders, c.table_rows)[0] for t in rows])
+        places.append((table.data, ids[ids < len(table) - 1].unique()))
     saved = [(weight, place, weight[place].clone()) for weight, place in places]
     for weight, place, was in saved:
         weight[place] = was + 0.05 * torch.randn(was.shape, generator=generator, device=device).to(was.dtype)
-    targets, view = targets.expand_as(spoiled[""]).contiguous(), val_view(c, c.num_steps)
-    losses = {what: float(model(tokens, targets, view)) for what, tokens in spoiled.items()}
+    targets, view = targets.expand_as(rows[0]).contiguous(), val_view(c, c.num_steps)
+    base, *losses = [float(run.model(tokens, targets, view)) for tokens in rows]
     for weight, place, was in saved:
         weight[place] = was
-    base = losses.pop("")
-    return {what: abs(loss / base - 1) for what, loss in losses.items()}
+    return {what: abs(loss / base - 1) for what, loss in zip([*cases][1:], losses)}
 
 
 def self_check(run: Run, log: RunLog) -> None:
@@ -2058,7 +1865,7 @@ def self_check(run: Run, log: RunLog) -> None:
     began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
     faults = [f"{what} changed, and the loss moved by {moved:.2g} of itself" for what, moved in probe(run).items()
               if (moved == 0 if what == "their own context" else not moved <= SELF_CHECK_TOLERANCE)]
-    sums = torch.stack([bank.weight.view(torch.int16 if bank.weight.element_size() == 2 else torch.int32).sum()
+    sums = torch.stack([bank.weight.view({2: torch.int16, 4: torch.int32}[bank.weight.element_size()]).sum()
                         for bank in run.optimizer.banks])
     extremes = torch.stack((sums, -sums))
     if run.world.size > 1:
@@ -2071,36 +1878,30 @@ def self_check(run: Run, log: RunLog) -> None:
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
     if faults:
         raise Failure("self-check: " + "; ".join(faults))
-    log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated (within "
-              f"{SELF_CHECK_TOLERANCE:g}), ranks equal, {known} of {len(held_out)} validation documents begin like one "
-              "of the first training shard")
+    log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, ranks "
+              f"equal, {known} of {len(held_out)} validation documents begin like one of the first training shard")
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     """The log's header: everything needed to judge and repeat the run."""
-    c, world, here = run.config, run.world, str(Path(__file__).parent)
+    c, world, git = run.config, run.world, ("git", "-C", str(Path(__file__).parent))
     data = {split: dict(tokens=stream.num_tokens, files=[
         dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
         for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])])
         for split, stream in (("train", run.train_stream), ("val", run.val_stream))}
     device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.processor() or platform.machine()
-    sizes = {family.name: sum(p.numel() for p in params.values()) for family, params in claimed(c, run.model)}
+    sizes = {b.group.name: sum(p.numel() for p in b.group.params.values()) for b in run.optimizer.banks}
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"), seed=c.seed,
         config=dataclasses.asdict(c), overrides=overrides, argv=argv, devices=[device] * world.size,
-        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), world_size=world.size,
+        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), world_size=world.size, resumed_from=None,
         versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
                       hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads()),
-        micro_rows=run.micro_rows, resumed_from=None, kernels={k: str(v) for k, v in run.kernels._asdict().items()},
+        micro_rows=run.micro_rows, kernels={k: str(v) for k, v in run.kernels._asdict().items()},
         data=data | dict(tokenizer=(dataset_card(run.train_stream.paths) or {}).get("tokenizer")),
-        git=dict(commit=run_quietly("git", "-C", here, "rev-parse", "HEAD"),
-                 dirty=bool(run_quietly("git", "-C", here, "status", "--porcelain", "--untracked-files=no"))),
-        parameters={**sizes, "total": sum(sizes.values()), "matmul": matmul_parameters(run)})
-
-
-def stop_if(problem: str | None) -> None:
-    if problem:
-        raise Failure(f"{problem}. Lower the learning rates, or look at the data")
+        git=dict(commit=run_quietly(*git, "rev-parse", "HEAD"),
+                 dirty=bool(run_quietly(*git, "status", "--porcelain", "--untracked-files=no"))),
+        parameters=sizes | dict(total=sum(sizes.values())))
 
 
 def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
@@ -2114,17 +1915,13 @@ def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
-    stop_if(progress.flush())
+    progress.flush()
     progress.clock.collect()
-    tensors, finite = {}, torch.ones((), dtype=torch.bool, device=run.world.device)
+    tensors = {}
     for key, t in run.optimizer.gathered():
-        finite &= t.isfinite().all()
+        need_finite(f"step {step}", {key: 0.0 if t.isfinite().all() else math.nan})
         if run.world.rank == 0:
             tensors[key] = t.to("cpu", copy=True)
-    stop_if(None if finite else f"step {step}: weights or optimizer state are not finite numbers")
-    tensors["rng/cpu"] = torch.get_rng_state()
-    if run.world.is_cuda:
-        tensors["rng/cuda"] = torch.cuda.get_rng_state(run.world.device)
     if run.world.rank == 0:
         store.save(step, tensors, dict(
             format=1, step=step, tokens=progress.tokens, position=run.position, total_ms=progress.clock.elapsed_ms(),
@@ -2134,12 +1931,9 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
 
 def load_checkpoint(run: Run, header: dict) -> dict:
     """Take over the checkpoint that --resume names, and note it in the header. -> its facts.
-
-    Raises Refusal, before anything is changed, for the first thing in it that does not fit this run.
-    """
+    Raises Refusal, before anything is changed, for the first thing in it that does not fit this run."""
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir)
     saved, tensors = read_checkpoint(path)
-    random_states = {key: tensors.pop(key) for key in list(tensors) if key.startswith("rng/")}
     there, here = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
     for key in [*there, *here]:
         if there.get(key) != here.get(key):
@@ -2147,9 +1941,6 @@ def load_checkpoint(run: Run, header: dict) -> dict:
                           f"{here.get(key, 'nothing')} in this run")
     run.optimizer.load(tensors, saved["bank_steps"])
     run.position = Position(*saved["position"])
-    torch.set_rng_state(random_states["rng/cpu"])
-    if run.world.is_cuda and "rng/cuda" in random_states:
-        torch.cuda.set_rng_state(random_states["rng/cuda"], run.world.device)
     header["resumed_from"] = str(path)
     return saved
 
@@ -2171,7 +1962,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     if c.self_check == "on":
         self_check(run, log)
     names = ["loss"] + [f"gradient of {bank.group.name}" for bank in run.optimizer.banks]
-    progress = Progress(c, world, log, clock, names, matmul_parameters(run))
+    progress = Progress(c, log, clock, names)
     if saved:
         clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
@@ -2183,15 +1974,12 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
             result = loop(run, progress, store, signals, header, saved["step"] if saved else 0)
         finally:
             store.finish()                               # whatever happened: the last good checkpoint is whole
-    times = clock.step_ms
-    slowest = sorted(range(len(times)), key=times.__getitem__)[-5:][::-1]
-    log.event("note: slowest steps: " + ", ".join(f"{i + 1} ({times[i]:.1f} ms)" for i in slowest))
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
     step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
     result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms, time_to_first_step_s=started,
-                   tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
+                   tokens_trained=progress.tokens,
                    peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 if world.is_cuda else None)
-    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
+    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
     log.event("result:" + json.dumps(result))
     if store.last:
         log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")
@@ -2205,19 +1993,17 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
     planner = Planner(run.train_stream, c.eod_id, run.position)
     loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
     result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
-    profiler = None
     clock.resume()
     for step in range(first, c.num_steps + 1):
         last = step == c.num_steps
         if last or (c.val_every_steps and step % c.val_every_steps == 0):
             clock.pause()
-            stop_if(progress.flush())
+            progress.flush()
             loss = evaluate(run, step)
             log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
             result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
-            if not math.isfinite(loss):
-                raise Failure(f"step {step}: the validation loss is not a finite number")
+            need_finite(f"step {step}", {"the validation loss": loss})
             if c.target_loss and loss <= c.target_loss and not last:
                 result |= dict(status="target_reached", reason=f"validation loss {loss:.4f} <= {c.target_loss}")
                 last = True
@@ -2226,8 +2012,8 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
                     save_checkpoint(run, store, step, progress, header)
                 break
             clock.resume()
-        if c.profile_steps and step == min(5, c.num_steps - 1):
-            profiler = torch.profiler.profile(with_stack=False)
+        if c.profile_steps and log.path and step == min(5, c.num_steps - 1):
+            profiler = torch.profiler.profile()
             profiler.start()
         try:
             batch = next(loader)
@@ -2236,20 +2022,18 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
         run.position, lr_scale = batch.position, lr_scale_at(c, step)
         stats = train_step(run, step, batch, lr_scale, len(signals))
         clock.step_done()
-        stop_if(progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats))
-        if c.profile_steps and step == min(5 + c.profile_steps, c.num_steps) - 1:
-            clock.synchronize()
+        progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
+        if c.profile_steps and log.path and step == min(5 + c.profile_steps, c.num_steps) - 1:
             profiler.stop()
-            if log.path:
-                profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
+            profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
         if progress.stopping:                             # of the step before, so all ranks stop after the same step
             clock.pause()
-            began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
+            number = signals[0] if signals else signal.SIGTERM
             save_checkpoint(run, store, step + 1, progress, header)
             store.finish()
             result |= dict(status="stopped", step=step + 1, val_loss=None, signal=number,
                            reason=f"{signal.Signals(number).name}; go on with --resume={store.last}")
-            log.event(f"note: {result['reason']} (checkpoint took {time.perf_counter() - began:.2f} s)")
+            log.event(f"note: {result['reason']}")
             break
         if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
             save_checkpoint(run, store, step + 1, progress, header)
@@ -2271,7 +2055,7 @@ def main(argv: list[str]) -> int:
         config, overrides = parse_config(argv, "record" if torch.cuda.is_available() else "demo")
         if config.deterministic == "on":
             torch.use_deterministic_algorithms(True)
-        world = init_world(config.deterministic == "on", join=False)
+        world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)              # before the ranks meet: a refusal of rank 0 then ends all
         join_group(world)
         result = train(config, world, log, overrides, argv)
