@@ -7,9 +7,8 @@ Claim: none yet for 8xH100 and FineWeb; records/README.md lists what was measure
     ./run.sh                                                        whatever this machine can do, from laptop to 8 GPUs
     python train_gpt.py --help                                      every key, its default and what it means
 
-The rooms, in the order in which names flow (a room uses only rooms above it):
-    0 Door   1 Configuration   2 World   3 Kernels   4 Optimizer   5 Model   6 Data   7 Schedules
-    8 Log and checkpoint   9 Training   10 Front door
+The rooms, in the order in which names flow (a room uses only rooms above it): 0 Door   1 Configuration   2 World
+    3 Kernels   4 Optimizer   5 Model   6 Data   7 Schedules   8 Log and checkpoint   9 Training   10 Front door
 """
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
@@ -60,7 +59,6 @@ class Failure(Exception):
 # 1. Configuration
 # Every number of a run lives here once. The defaults are the record; presets change a few; --key=value changes one.
 
-
 @dataclass(frozen=True)
 class Config:
     """All settings of a run. Units are in the names; token counts are per step over all ranks."""
@@ -99,7 +97,6 @@ class Config:
     table_orders: tuple[int, ...] = (2, 3)          # n of the n-grams, up to 4
     block_tokens: int = 128                # granularity of windows and block masks
     attention_scale: float = 0.1
-    rotary_base: float = 1024.0
     squash: tuple[float, ...] = (23.0, 5.0, 7.5)     # cap, shift, width: logits become cap sigmoid((z + shift) / width)
     negatives_correction: float = 0.0      # 1: drawn negatives stand for all (unbiased normaliser); 0: not
     # Optimizer; betas and decays stand in the table of families
@@ -131,7 +128,6 @@ class Config:
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // 128) * 128
-
     @property
     def batch_rows(self) -> int:
         return self.batch_tokens // self.row_tokens
@@ -139,8 +135,7 @@ class Config:
 
 PRESETS: dict[str, dict] = {
     "record": {},
-    "sprint": dict(num_steps=465, batch_tokens=262_144, pool_rows=2, target_loss=3.48, val_tokens=2_097_152,
-                   max_epochs=2),
+    "sprint": dict(num_steps=465, batch_tokens=2 ** 18, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21, max_epochs=2),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
         vocab_size=257, eod_id=256, num_steps=510, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=4,
@@ -159,7 +154,6 @@ CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=(
 RESUME_MAY_CHANGE = set("""preset log_dir micro_rows train_files val_files checkpoint_every_steps checkpoint_dir resume
     self_check max_epochs val_tokens val_overlap val_window_blocks val_every_steps target_loss compile attention fp8
     deterministic log_every_steps profile_steps""".split())       # by a resumed run; the data itself is compared
-
 
 def parse_value(key: str, kind: type, text: str):
     """Text of --key=text as a value of the field's type; raises Refusal with one line."""
@@ -209,12 +203,11 @@ def check_config(c: Config) -> None:
     def need(ok: bool, key: str, expected: str) -> None:
         if not ok:
             raise Refusal(f"--{key}={getattr(c, key)}: expected {expected}")
-
     for f in dataclasses.fields(c):
         if isinstance(value := getattr(c, f.name), (int, float)):
             need(0 <= value < 2 ** 63, f.name, "a finite number from 0 to 2^63")
     for key in ("num_steps batch_tokens row_tokens block_tokens num_layers max_epochs model_dim num_heads head_dim "
-                "qk_dim mlp_dim pool_rows vocab_size log_every_steps rotary_base val_window_blocks").split():
+                "qk_dim mlp_dim pool_rows vocab_size log_every_steps val_window_blocks").split():
         need(getattr(c, key) > 0, key, "more than 0")
     for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"), ("val_overlap", "block_tokens"),
                       ("micro_rows", "pool_rows")):
@@ -236,7 +229,6 @@ def check_config(c: Config) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # 2. World
 # Which process this is among how many, and on which device. The only room that reads or sets environment variables.
-
 
 @dataclass(frozen=True)
 class World:
@@ -298,7 +290,6 @@ def close_world(world: World) -> None:
 # The mathematics that hardware cares about: a plain reference for each, at most one fast path, and one switch.
 # Shapes: B rows, T positions, H heads, D head width, V padded vocabulary, N matrices, R x C their sides.
 
-
 class Kernels(NamedTuple):
     """The switch: what this device runs. dtype is that of weights and activations."""
     compile: bool = False
@@ -328,7 +319,6 @@ def round_up(n: int, multiple: int) -> int:
 POLAR_EXPRESS = ((8.1565545, -22.483293, 15.87877), (4.04293, -2.8089175, 0.5000178),
                  (3.8916678, -2.772484, 0.50606482), (3.2857537, -2.3681295, 0.46449024),
                  (2.3465413, -1.7097828, 0.4232355))
-
 
 def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
     """Nearest semi-orthogonal matrix of each G, up to singular values near 1. [N, R, C] -> same, in dtype.
@@ -375,12 +365,10 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
 
 X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # constants: every micro-batch sees the same scales
 
-
 def head_gradients(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple, squash: Squash, fp8: bool):
     """further_cross_entropy and its gradients by x and w, without a second look at the logits.
-    Squashed logits lie in (0, cap), so exp needs no maximum. By the logits the gradient is (total softmax - onehots)
-    cap / width sigmoid (1 - sigmoid), total being the weights that count: at most 1.4 with weights 1, 1/2, 1/4.
-    With fp8: e4m3 forward, e5m2 gradient (record 19 of the public race)."""
+    Squashed logits lie in (0, cap), so exp needs no maximum. Gradient by logits: (total softmax - onehots) cap / width
+    sigmoid (1 - sigmoid), at most 1.4 with weights 1, 1/2, 1/4. fp8: e4m3 forward, e5m2 gradient (record 19)."""
     if fp8:
         x8, w8 = (x * X_SCALE).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), True)
@@ -407,7 +395,6 @@ def head_gradients(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights:
 
 class HeadLoss(torch.autograd.Function):
     """head_gradients as a differentiable scalar; gradients (a compiled head_gradients) does the work in forward."""
-
     @staticmethod
     def forward(ctx, x, w, bias, targets, weights, squash, fp8, gradients):
         loss, dx, dw = gradients(x, w, bias, targets, weights, squash, fp8)
@@ -423,9 +410,8 @@ class HeadLoss(torch.autograd.Function):
 def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
     """count ids for a softmax over a sample: all distinct targets, then others as a fixed walk over all ids finds them.
     -> ids [count], each once; column of each id [vocab], -1 where it is left out; number of distinct targets, 0-D.
-    The walk visits (start + j) * 20011 mod vocab, so that moving windows reach every id equally often. No sort, no
-    host synchronisation (sampled softmax of record 92). Should targets alone exceed count, the last ones are left out.
-    """
+    The walk visits (start + j) * 20011 mod vocab: moving windows reach every id equally often. No sort, no host
+    synchronisation (sampled softmax of record 92). Targets beyond count are left out."""
     device = targets.device
     stride = next(s for s in (20_011, 10_007, 7919, 1) if math.gcd(s, vocab) == 1)
     walk = (torch.arange(vocab, device=device) + start % vocab) * stride % vocab
@@ -481,10 +467,8 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
     n = first.size(1)
     i = torch.arange(n, device=first.device)
     farthest, latest = i - window_blocks + 1, i + window_blocks - 1
-
     def count(condition: Tensor) -> Tensor:
         return condition.sum(-1, dtype=torch.int32)
-
     low = torch.maximum(count(last[:, None, :] < first[:, :, None]), farthest).clamp(min=0)
     full_low = torch.minimum(torch.maximum(count(first[:, None, :] < last[:, :, None]), low), i)
     high = torch.minimum(count(first[:, None, :] <= last[:, :, None]) - 1, latest)
@@ -507,10 +491,8 @@ def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: fl
     if mask.blocks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale).transpose(1, 2)
     segments = mask.segments_BT
-
     def rule(b, h, i, j):
         return (i >= j) & (segments[b, i] == segments[b, j])
-
     kv_num, kv, q_num, qs, full_kv_num, full_kv, full_q_num, full_q = mask.blocks
     lists = BlockMask((q.size(2), q.size(2)), kv_num, kv, full_kv_num, full_kv, q_num, qs, full_q_num, full_q,
                       BLOCK_SIZE=(block, block), mask_mod=rule)
@@ -522,10 +504,8 @@ def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: fl
 # Pure update rules, and one class that shards them over the ranks: reduce gradients, update a shard, gather weights.
 # It knows groups of parameters and nothing of models, layers or schedules. With one rank the collectives vanish.
 
-
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)      # the new names of torch 2.13
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
 
 class Group(NamedTuple):
     """Parameters that share one rule and one rate.
@@ -574,8 +554,7 @@ def adam_update(weight, grad, exp_avg, exp_avg_sq, lr, bias1, bias2, beta1, beta
 
 def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
     """Sums of the gradients [M, C] of equal ids [M] -> as many slots: distinct ids in order, then unused; their sums.
-    Static shapes and no host synchronisation; the order of every sum follows from ids alone (the backward pass of an
-    embedding sorts stably and adds in fp32), so that all ranks get the same bits."""
+    Static shapes, no host synchronisation; sums in an order that follows from ids alone: the same bits on all ranks."""
     ordered, place = ids.sort(stable=True)
     slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
     distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
@@ -594,9 +573,7 @@ def rows_update(rows, grad, second, age, used, lr, beta2, eps, decay) -> tuple[T
 
 class Bank:
     """A group's parameters as views of one padded buffer, so that one collective and one batched kernel serve all.
-    Muon banks are [N, R, C], Adam banks flat. Each rank owns 1/size of the first dimension: its shard has an exact
-    fp32 master copy (the weights themselves where these are fp32) and the optimizer state."""
-
+    Muon banks are [N, R, C], Adam banks flat. Each rank has fp32 masters and state of 1/size of the first dimension."""
     def __init__(self, group: Group, world: World):
         self.group, self.world, self.steps, self.slices = group, world, 0, {}
         params = list(group.params.values())
@@ -652,6 +629,7 @@ class Bank:
         self.grad.zero_()
 
     def tensors(self) -> list[Tensor]:
+        """Every tensor that a step at rate 0 may change."""
         return [self.weight, self.grad, self.master, *self.state.values()]
 
     def exact(self) -> dict[str, Tensor]:
@@ -681,9 +659,7 @@ class Bank:
 
 class RowBank(Bank):
     """A table of which a step touches few rows. Every rank holds all of it and makes the same update.
-    Ids and gradients of the touched rows are collected in the order of the step's rows, whatever the ranks. The
-    table's last row belongs to nobody and stays as it is: lookups without an answer and free slots point there."""
-
+    The last row belongs to nobody and stays as it is: lookups without an answer and free slots point there."""
     def __init__(self, group: Group, world: World):
         self.group, self.world, self.steps = group, world, 0
         (name, self.table), = group.params.items()
@@ -718,7 +694,6 @@ class RowBank(Bank):
 
 class Optimizer:
     """All groups. step() overlaps each bank's communication with its neighbours' updates."""
-
     def __init__(self, groups: list[Group], world: World, compile: bool, dtype: torch.dtype):
         self.world, self.dtype = world, dtype
         self.banks = [(RowBank if group.kind == "rows" else Bank)(group, world) for group in groups]
@@ -780,10 +755,6 @@ class Optimizer:
                 if (work := bank.gather()) is not None:
                     work.wait()
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that a step at rate 0 may change: all state, and all weights but those of tables."""
-        return [t for bank in self.banks for t in bank.tensors()]
-
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """("PARAMETER/KIND", tensor): exact weights and state, whole and unpadded, on every rank; all must iterate."""
         for bank in self.banks:
@@ -799,9 +770,8 @@ class Optimizer:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 5. Model
-# A GPT of rows of tokens. Topology is a table with one row per layer; parameters are a table with one row per family.
+# A GPT of rows of tokens. Topology is a table with one row per layer; their parameters learn by a table of banks.
 # Shapes: B rows, T positions, H heads, D head width, E model width. No collectives, files, clocks or environment.
-
 
 class Layer(NamedTuple):
     """One row of the topology table."""
@@ -864,7 +834,6 @@ def stem(e, rows_JBTE, signs_JBT, sign_pool, has_previous, smear, gates, mix) ->
 NGRAM_FACTORS = ((36_313, 27_191, 14_563, 51_977), (25_391, 44_203, 17_489, 30_631))    # of row, sign; for each token
 SIGN_POOL = 8191
 
-
 def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...], num_rows: int) -> tuple[Tensor, Tensor]:
     """Rows of a table [len(orders) num_rows + 1, E] and signs of the pool, [J, B, T], by hashes of the last n tokens.
     A position whose document has fewer tokens gets the table's last row, which is zero."""
@@ -885,12 +854,12 @@ def further_targets(targets_BT: Tensor, segments_BT: Tensor, count: int) -> Tens
     return torch.stack([targets_BT, *further])
 
 
-def rotary_tables(T: int, head_dim: int, base: float, first_window_tokens: int, stretch: float, like: Tensor) -> Rotary:
+def rotary_tables(T: int, head_dim: int, first_window_tokens: int, stretch: float, like: Tensor) -> Rotary:
     """cos and sin [T, 1, D/2], kept in like's precision. The upper half of the pairs stands still (half-truncated).
     With a window stretched by s, frequencies that turn less than 32 times in the first window slow down, by up to s
     (YaRN, Peng et al. 2023); the tables grow a little, so that scores get 1 + 0.2 ln s times sharper."""
     quarter = head_dim // 4
-    freq = (1 / base) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device)
+    freq = (1 / 1024) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device)
     kept = ((first_window_tokens * freq / (2 * math.pi) - 1) / 31).clamp(0, 1)
     freq = freq * (kept + (1 - kept) / stretch)
     angle = torch.arange(T, dtype=torch.float32, device=like.device)[:, None] * F.pad(freq, (0, quarter))
@@ -917,7 +886,6 @@ def scalars(*values: float) -> nn.Parameter:
 
 class Attention(nn.Module):
     """QK-norm, rotary, values mixed with a gated value embedding, gated output. One gate row per head for each use."""
-
     def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
         super().__init__()
         self.config = c
@@ -949,28 +917,15 @@ class Attention(nn.Module):
         return y.flatten(2) @ (self.out * self.scales[1])
 
 
-class MLP(nn.Module):
-    """W2 relu(W1 x)^2 (So et al. 2021). down is stored transposed, as wide as up."""
-
-    def __init__(self, c: Config, dtype: torch.dtype):
-        super().__init__()
-        self.up = matrix(c.mlp_dim, c.model_dim, dtype=dtype)
-        self.down = nn.Parameter(torch.zeros(c.mlp_dim, c.model_dim, dtype=dtype))
-        self.scale = scalars(1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(F.linear(x, self.up)).square() @ (self.down * self.scale)
-
-
 class Block(nn.Module):
-    """x <- a x + b x0 + c ngram + attention(normed); x <- x + mlp(norm x). -> x, norm x.
+    """x <- a x + b x0 + c ngram + attention(normed); x <- x + W2 relu(W1 norm x)^2 (So et al. 2021). -> x, norm x.
     The norm for the next block is made here, where x is at hand, and late blocks can share one (record 77)."""
-
     def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
         super().__init__()
         self.attention = Attention(c, layer, dtype) if layer.attention else None
-        self.mlp = MLP(c, dtype)
-        self.mix = scalars(1.1, 0.0, 0.05)
+        self.up = matrix(c.mlp_dim, c.model_dim, dtype=dtype)
+        self.down = nn.Parameter(torch.zeros(c.mlp_dim, c.model_dim, dtype=dtype))       # transposed
+        self.mlp_scale, self.mix = scalars(1.0), scalars(1.1, 0.0, 0.05)
 
     def forward(self, x, normed, x0, ngram, ve, mask, rotary):
         x = self.mix[0] * x + self.mix[1] * x0
@@ -978,17 +933,15 @@ class Block(nn.Module):
             x = x + self.mix[2] * ngram
         if self.attention is not None:
             x = x + self.attention(normed, ve, mask, rotary)
-        x = x + self.mlp(norm(x))
+        x = x + F.relu(F.linear(norm(x), self.up)).square() @ (self.down * self.mlp_scale)
         return x, norm(x)
 
 
 class GPT(nn.Module):
     """tokens [B, T] -> logits, or the summed loss when targets are given. Rows and documents don't see each other."""
-
     def __init__(self, c: Config, kernels: Kernels = Kernels()):
         super().__init__()
-        self.config, self.kernels, self.table = c, kernels, layer_table(c)
-        self.squash = Squash(*c.squash)
+        self.config, self.kernels, self.table, self.squash = c, kernels, layer_table(c), Squash(*c.squash)
         dtype, width = kernels.dtype, c.num_heads * c.head_dim
         self.embed = nn.Parameter(torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
         self.value_embeds = nn.Parameter(0.01 * torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype))
@@ -1016,8 +969,8 @@ class GPT(nn.Module):
 
     def masks(self, segments: Tensor, window: int) -> dict[str | None, Mask]:
         """Long layers see window blocks and offset keys, short ones see half of it."""
-        wide, block = torch.full_like(segments[0, 0], window), self.config.block_tokens
-        previous = neighbour(segments, 1)
+        block, previous = self.config.block_tokens, neighbour(segments, 1)
+        wide = torch.full_like(segments[0, 0], window)
         return {"long": self.build_mask(segments, wide, block)._replace(previous_BT=previous),
                 "short": self.build_mask(segments, (wide // 2).clamp(min=1), block)._replace(
                     previous_BT=torch.zeros_like(previous)), None: None}
@@ -1036,9 +989,8 @@ class GPT(nn.Module):
         """Final normed states [B, T, E]."""
         c, key = self.config, (tokens.size(1), *view.trained)
         if key not in self.rotary:
-            first, last = view.trained
-            self.rotary[key] = rotary_tables(key[0], c.qk_dim, c.rotary_base, first * c.block_tokens, last / first,
-                                             self.embed)
+            T, first, last = key
+            self.rotary[key] = rotary_tables(T, c.qk_dim, first * c.block_tokens, last / first, self.embed)
         masks = self.masks(segments, view.window)
         x0, ngram, x, normed = self.stem(
             F.embedding(tokens, self.embed), *self.look_up(tokens, segments, view.training), self.sign_pool,
@@ -1082,8 +1034,9 @@ class GPT(nn.Module):
         return self.cross_entropy(x, w, bias, targets, weights, self.squash)
 
 
-def rules(c: Config) -> list[dict]:
-    """How each bank of parameters learns, in the order in which gradients are reduced: the fields of Group."""
+def param_groups(c: Config, model: nn.Module) -> list[dict]:
+    """How each bank learns, in the order in which gradients are reduced: the fields of Group, with the parameters that
+    the bank's pattern names. Raises ValueError unless each parameter is named exactly once."""
     keys = "name", "kind", "params", "lr", "betas", "eps", "decay", "every", "tail"
     table = (
         # name          kind    parameters              rate             betas       epsilon decay  every  tail
@@ -1097,16 +1050,11 @@ def rules(c: Config) -> list[dict]:
         ("value_out",    "muon", r".*\.(value|out)",     c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
         ("mlp_up",       "muon", r".*\.up",              c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
         ("mlp_down",     "muon", r".*\.down",            2 * c.lr_matrix, (.0, .9),   0.,     1.2,   1,     True))
-    return [dict(zip(keys, row)) for row in table]
-
-
-def param_groups(c: Config, model: nn.Module) -> list[dict]:
-    """rules() with the parameters that their patterns name; raises ValueError unless each is named exactly once."""
-    groups = [{**rule, "params": {}} for rule in rules(c)]
+    groups = [dict(zip(keys, row)) | {"params": {}} for row in table]
     for name, p in model.named_parameters():
-        owners = [group for rule, group in zip(rules(c), groups) if re.fullmatch(rule["params"], name)]
+        owners = [group for row, group in zip(table, groups) if re.fullmatch(row[2], name)]
         if len(owners) != 1:
-            raise ValueError(f"parameter {name} has {len(owners)} rows in rules(), expected exactly 1")
+            raise ValueError(f"parameter {name} belongs to {len(owners)} banks, expected exactly 1")
         owners[0]["params"][name] = p
     return [group for group in groups if any(p.numel() for p in group["params"].values())]
 
@@ -1116,7 +1064,6 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
 # Token shards, the planner that says which span goes into which row, and the batch generator. Takes plain numbers.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20_240_520, 1, 1024
-
 
 def shard_tokens(path: str) -> int:
     """Token count of a FineWeb-format shard: 256 int32 (magic, version, count), then uint16. Raises Refusal."""
@@ -1164,7 +1111,6 @@ def dataset_card(paths: list[str]) -> dict | None:
 
 class TokenStream:
     """The tokens of several shards as one sequence, memory-mapped. Reading and indexing, nothing else."""
-
     def __init__(self, paths: list[str], vocab_size: int):
         self.paths, self.vocab_size = paths, vocab_size
         self.starts = [0]
@@ -1232,15 +1178,13 @@ class Position(NamedTuple):
 
 class Planner:
     """Which spans of the stream go into which row, from the stream alone: the same for any number of ranks."""
-
     def __init__(self, stream: TokenStream, eod_id: int, position: Position = Position()):
         self.stream, self.eod_id, self.position = stream, eod_id, position
         self.docs = self.documents(position.epoch, position.next_document)
 
     def documents(self, epoch: int, pending: int) -> Iterator[tuple[int, int, int]]:
-        """(epoch, start, stop) of each document from position pending on, epoch after epoch.
-        What stands before the first eod_id counts as a document; one may run on into the next shard. The stream's last
-        token is nobody's input, as it has no successor."""
+        """(epoch, start, stop) of each document from position pending on, epoch after epoch; what stands before the
+        first eod_id is one, too. The stream's last token is nobody's input, as it has no successor."""
         starts, last = self.stream.starts, self.stream.num_tokens - 1
         while True:
             for k in range(max(0, bisect.bisect_right(starts, pending) - 1), len(starts) - 1):
@@ -1253,9 +1197,8 @@ class Planner:
             epoch, pending = epoch + 1, 0
 
     def rows(self, num_rows: int, row_tokens: int, max_doc_tokens: int = 0) -> list[list[tuple[int, int]]]:
-        """The next rows, each a list of (start, stop) with row_tokens in all.
-        Documents in order, each clipped to max_doc_tokens (0: not at all); one that a row's end cuts goes on in the
-        next row. Pieces that follow each other in the stream are joined."""
+        """The next rows, each a list of (start, stop) with row_tokens in all: documents in order, each clipped to
+        max_doc_tokens (0: not at all); one that a row's end cuts goes on in the next row."""
         rows = []
         for _ in range(num_rows):
             row, free = [], row_tokens
@@ -1303,7 +1246,6 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
         for i, spans in enumerate(mine):
             fill_row(planner.stream, spans, both[0, i], both[1, i])
         return Batch(both[0], both[1], planner.position)
-
     with ThreadPoolExecutor(1) as pool:
         waiting: deque = deque()
         for item in plan:
@@ -1317,8 +1259,7 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
 def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int, eod_id: int,
                     rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Targets 1..num_targets of the stream, each once, in batches [num_rows, T]; batch i goes to rank i % size.
-    A row begins overlap tokens before its first target that counts. No loss counts the targets -1 of the overlap and
-    of what fills up the last row and the last batch."""
+    A row begins overlap tokens before its first target that counts; targets there and in what is filled up are -1."""
     firsts = range(0, num_targets, row_tokens - overlap)
     for k in range(rank * num_rows, len(firsts), size * num_rows):
         inputs, targets = torch.full((2, num_rows, row_tokens), eod_id, dtype=torch.int32)
@@ -1333,7 +1274,6 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
 # ----------------------------------------------------------------------------------------------------------------------
 # 7. Schedules
 # Tables of stages and pure functions of the step. No tensors, no devices.
-
 
 class Stage(NamedTuple):
     """A part of the run. until is the fraction of num_steps at which it ends."""
@@ -1353,7 +1293,6 @@ STAGES = (
     Stage(0.920, 1.00,  1.41,  2048, 11,    0.2,        ((0.00, 0.00), (0.00, 0.00))),
     Stage(1.000, 1.00,  1.41,  2048, 13,    0.0,        ((0.00, 0.00), (0.00, 0.00))),
 )
-
 
 def stage_at(c: Config, step: int) -> tuple[Stage, float]:
     """The stage of a step and how far it has come, in [0, 1]. Past the end: the last stage, 1.0."""
@@ -1407,10 +1346,8 @@ def tail_rate_at(c: Config, step: int) -> float:
 
 FENCE = "=" * 100
 
-
 class RunLog:
     """Writes log_dir/<run_id>.txt on rank 0 and mirrors events to the console. A full disk is said once."""
-
     def __init__(self, log_dir: str, world: World):
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         self.run_id, self.path, self.file = f"{stamp}_{uuid.uuid4().hex[:8]}", None, None
@@ -1475,12 +1412,10 @@ def process_age_s() -> float:
 
 class Clock:
     """Honest time: starts and pauses with a device synchronisation; steps are timed by events, read one step late."""
-
     def __init__(self, device: torch.device):
         self.cuda, self.device = device.type == "cuda", device
         self.total_ms, self.since, self.last = 0.0, None, None
-        self.step_ms: list[float] = []
-        self.open: list[tuple] = []
+        self.step_ms, self.open = [], []                 # finished steps; (event, event) of the others
 
     def synchronize(self) -> float:
         if self.cuda:
@@ -1528,7 +1463,6 @@ def sha256_of(path: Path) -> str:
 class Store:
     """Writes folder/step_N in the background, under another name until it is whole, and keeps the last two. For rank 0.
     What can't be written (full disk, no permission) is said in one line, and training goes on."""
-
     def __init__(self, folder: Path, log: RunLog):
         self.folder, self.log, self.last = folder, log, None
         self.pool, self.pending = ThreadPoolExecutor(1), []
@@ -1589,12 +1523,10 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 def stop_signals() -> Iterator[list[int]]:
     """The list that the first SIGTERM or SIGINT enters; a second one acts as it did before."""
     seen, before = [], {}
-
     def restore(*number_and_frame) -> None:
         seen.extend(number_and_frame[:1])
         while before:
             signal.signal(*before.popitem())
-
     with contextlib.suppress(ValueError):                  # only the main thread may install handlers
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, restore)
@@ -1611,24 +1543,19 @@ def need_finite(where: str, values: dict[str, float]) -> None:
 
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
-
-    def __init__(self, c: Config, log: RunLog, clock: Clock, names: list[str]):
-        self.config, self.log, self.clock, self.names = c, log, clock, names
+    def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str]):
+        self.config, self.log, self.clock = c, log, clock
+        self.names = ["loss", *(f"gradient of {bank}" for bank in banks)]
         self.waiting, self.tokens, self.stopping = None, 0, False
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
         """Start copying this step's stats (loss, squared gradient norms, stop); look at the step before."""
         self.tokens += tokens
-        on_cpu = stats.to("cpu", non_blocking=True)
-        before, self.waiting = self.waiting, (step, tokens, self.tokens, lr, on_cpu, self.clock.last)
-        self.look(before)
+        self.look((step, tokens, self.tokens, lr, stats.to("cpu", non_blocking=True), self.clock.last))
 
-    def flush(self) -> None:
-        before, self.waiting = self.waiting, None
-        self.look(before)
-
-    def look(self, item: tuple | None) -> None:
-        """Write the step's line when it is due. Raises Failure for what is not finite in it."""
+    def look(self, new: tuple | None = None) -> None:
+        """Write the line of the step that waits, when it is due. Raises Failure for what is not finite in it."""
+        item, self.waiting = self.waiting, new
         if item is None:
             return
         step, tokens, so_far, lr, stats, event = item
@@ -1773,9 +1700,8 @@ def evaluate(run: Run, step: int) -> float:
     """Mean loss over the val_tokens targets, the same on all ranks. Shapes and graphs are those of the last stage."""
     c, world = run.config, run.world
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    rows = validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap, rows_at_once(run, c.num_steps),
-                           c.eod_id, world.rank, world.size)
-    for inputs, targets in rows:
+    for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
+                                           rows_at_once(run, c.num_steps), c.eod_id, world.rank, world.size):
         inputs, targets = inputs.to(world.device), targets.to(world.device)
         totals += torch.stack((run.model(inputs, targets, val_view(c, step)).double(), (targets >= 0).sum().double()))
     if world.size > 1:
@@ -1787,12 +1713,11 @@ def warmup(run: Run, log: RunLog) -> None:
     """Compile and run every shape of the schedule and of validation on random tokens, then restore every byte.
     The rate is 0, so that the table of n-grams, too large for a second copy, stays as it is."""
     c, world, banks = run.config, run.world, run.optimizer.banks
-    saved, steps = [(t, t.clone()) for t in run.optimizer.tensors()], [bank.steps for bank in banks]
+    saved, steps = [(t, t.clone()) for bank in banks for t in bank.tensors()], [bank.steps for bank in banks]
     fit_memory(run, log)
     generator = torch.Generator().manual_seed(1)
     for (num_rows, _), step in {(rows_at(c, k), candidates_at(c, k)): k for k in range(c.num_steps)}.items():
-        shape = num_rows // world.size, c.row_tokens
-        tokens = torch.randint(c.vocab_size, shape, generator=generator, dtype=torch.int32)
+        tokens = torch.randint(c.vocab_size, (num_rows // world.size, c.row_tokens), generator=generator).int()
         for _ in range(2):
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
             log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
@@ -1830,7 +1755,6 @@ def fit_memory(run: Run, log: RunLog) -> None:
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
 SELF_CHECK_TOLERANCE = 1e-5        # relative: what can't be seen takes no part in a sum, so numerics leave no trace
-
 
 def probe(run: Run) -> dict[str, float]:
     """How much the loss of the first tokens of a second document moves, relatively, when other tokens are changed.
@@ -1915,7 +1839,7 @@ def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
-    progress.flush()
+    progress.look()
     progress.clock.collect()
     tensors = {}
     for key, t in run.optimizer.gathered():
@@ -1961,8 +1885,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
-    names = ["loss"] + [f"gradient of {bank.group.name}" for bank in run.optimizer.banks]
-    progress = Progress(c, log, clock, names)
+    progress = Progress(c, log, clock, [bank.group.name for bank in run.optimizer.banks])
     if saved:
         clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
@@ -1977,8 +1900,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
     step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
     result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms, time_to_first_step_s=started,
-                   tokens_trained=progress.tokens,
-                   peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 if world.is_cuda else None)
+                   tokens_trained=progress.tokens, peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
     log.event("result:" + json.dumps(result))
     if store.last:
@@ -1998,7 +1920,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
         last = step == c.num_steps
         if last or (c.val_every_steps and step % c.val_every_steps == 0):
             clock.pause()
-            progress.flush()
+            progress.look()
             loss = evaluate(run, step)
             log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
@@ -2045,7 +1967,6 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
 # 10. Front door
 # Parse, enter the world, train, leave. Exit codes: 0 done, 1 failed, 2 refused, 128 + signal stopped with a checkpoint.
 
-
 def main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(help_text())
@@ -2061,14 +1982,14 @@ def main(argv: list[str]) -> int:
         result = train(config, world, log, overrides, argv)
         return 128 + result["signal"] if result["status"] == "stopped" else 0
     except (Refusal, Failure, torch.OutOfMemoryError) as error:
+        status = "refused" if isinstance(error, Refusal) else "failed"
         if isinstance(error, torch.OutOfMemoryError):
             error = Failure(f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})")
         if world is None or world.rank == 0 or str(error).startswith("rank"):       # what all ranks say is said once
             print(f"train_gpt: {error}", file=sys.stderr, flush=True)
         if log is not None:
-            status = "refused" if isinstance(error, Refusal) else "failed"
             log.write("result:" + json.dumps(dict(status=status, reason=str(error))))
-        return 2 if isinstance(error, Refusal) else 1
+        return 2 if status == "refused" else 1
     finally:
         if log is not None:
             log.close()
