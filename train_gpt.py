@@ -124,7 +124,6 @@ class Config:
     checkpoint_dir: str = "checkpoints"    # each run gets a folder of its own in it, with its last two checkpoints
     resume: str = ""                       # folder of a checkpoint, or latest: the newest one in checkpoint_dir
     self_check: str = "on"                 # before the clock starts: causality, isolation, equal ranks, disjoint data
-
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // 128) * 128
@@ -135,7 +134,7 @@ class Config:
 
 PRESETS: dict[str, dict] = {
     "record": {},
-    "sprint": dict(num_steps=465, batch_tokens=2 ** 18, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21, max_epochs=2),
+    "sprint": dict(num_steps=465, batch_tokens=262144, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21, max_epochs=2),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
         vocab_size=257, eod_id=256, num_steps=510, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=4,
@@ -236,7 +235,6 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
@@ -339,7 +337,6 @@ class Squash(NamedTuple):
     cap: float
     shift: float
     width: float
-
     def __call__(self, z: Tensor) -> Tensor:
         return self.cap * torch.sigmoid((z.float() + self.shift) / self.width)
 
