@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 SOURCE += "" if SOURCE.endswith("\n") else "\n"      # the log's fence needs a line of its own
@@ -93,12 +93,12 @@ class Config:
     value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)     # layers with a value embedding, each of its own
     skip: tuple[int, ...] = (3, 6)         # from the output of a layer to the input of another, gated
     late_source: int = 7                   # later layers' attention reads this layer's output; taken back at the end
+    copy_dim: int = 128                    # of the copy pointer's queries and keys; 0 = no pointer
     table_rows: int = 2_097_143            # hashed rows for each order of n-grams, a prime; 0 = no table
     table_orders: tuple[int, ...] = (2, 3)          # n of the n-grams, up to 4
     block_tokens: int = 128                # granularity of windows and block masks
     attention_scale: float = 0.1
     squash: tuple[float, ...] = (23.0, 5.0, 7.5)     # cap, shift, width: logits become cap sigmoid((z + shift) / width)
-    negatives_correction: float = 0.0      # 1: drawn negatives stand for all (unbiased normaliser); 0: not
     # Optimizer; betas and decays stand in the table of families
     lr_matrix: float = 0.023               # NorMuon, hidden matrices
     lr_embed: float = 0.6                  # Adam, token and value embeddings
@@ -134,7 +134,10 @@ class Config:
 
 PRESETS: dict[str, dict] = {
     "record": {},
-    "sprint": dict(num_steps=465, batch_tokens=262144, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21, max_epochs=2),
+    "sprint": dict(            # smaller batches, and rates as the square root of them
+        num_steps=800, batch_tokens=131_072, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21, max_epochs=2,
+        num_layers=8, long_layers=(2, 7), no_attention_layers=(4,), skip=(2, 4), late_source=5, value_layers=(1, 2, 6, 7),
+        lr_matrix=0.0163, lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.4),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
         vocab_size=257, eod_id=256, num_steps=510, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=4,
@@ -341,17 +344,13 @@ class Squash(NamedTuple):
         return self.cap * torch.sigmoid((z.float() + self.shift) / self.width)
 
 
-def further_cross_entropy(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple, squash: Squash):
-    """Sum of weighted cross-entropies in fp32 of logits x [T, E] w^T [E, P]. The reference; also what validation uses.
-    bias [P] is added to squashed logits in the normaliser. targets [K, T] are columns of the logits, negative ones are
-    left out; row k counts weights[k] (0-D). -> scalar."""
-    logits = F.linear(x, w)
-    lse = (squash(logits) + bias).logsumexp(1)
-    loss = torch.zeros_like(lse[0])
-    for target, weight in zip(targets.long(), weights):
-        at_target = squash(logits.gather(1, target.clamp(min=0)[:, None]))[:, 0]
-        loss = loss + ((lse - at_target) * (target >= 0)).sum() * weight
-    return loss
+def mixed_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, squash: Squash):
+    """Sum of -log(p_lm softmax(squashed logits)[target] + p_copy) in fp32. The reference; also what validation uses.
+    Logits are x [T, E] w^T [E, P]; targets [T] are their columns, negative ones are left out. log_lm, log_copy [T]:
+    the share of the softmax, and what the copy pointer gives the target (see Pointer). -> scalar."""
+    logits = squash(F.linear(x, w))
+    logp = logits.gather(1, targets.clamp(min=0).long()[:, None])[:, 0] - logits.logsumexp(1)
+    return -(torch.logaddexp(log_lm + logp, log_copy) * (targets >= 0)).sum()
 
 
 def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
@@ -362,51 +361,51 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
 
 X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # constants: every micro-batch sees the same scales
 
-def head_gradients(x: Tensor, w: Tensor, bias: Tensor, targets: Tensor, weights: tuple, squash: Squash, fp8: bool):
-    """further_cross_entropy and its gradients by x and w, without a second look at the logits.
-    Squashed logits lie in (0, cap), so exp needs no maximum. Gradient by logits: (total softmax - onehots) cap / width
-    sigmoid (1 - sigmoid), at most 1.4 with weights 1, 1/2, 1/4. fp8: e4m3 forward, e5m2 gradient (record 19)."""
+def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, squash: Squash, fp8: bool):
+    """mixed_cross_entropy and its gradients by x, w, log_lm and log_copy, without a second look at the logits.
+    Squashed logits lie in (0, cap), so exp needs no maximum. Gradient by logits: (softmax - onehot) cap / width
+    sigmoid (1 - sigmoid), times the softmax's part in the mixture. fp8: e4m3 forward, e5m2 gradient (record 19)."""
     if fp8:
         x8, w8 = (x * X_SCALE).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), True)
     else:
         logits = F.linear(x, w)
     half = torch.sigmoid((logits.float() + squash.shift) / squash.width)
-    lse = (squash.cap * (half - 1) + bias).exp().sum(1, keepdim=True).log() + squash.cap
-    columns = torch.arange(w.size(0), device=w.device, dtype=targets.dtype)
-    loss, total, onehots = torch.zeros_like(lse[0, 0]), 0.0, 0.0
-    for target, weight in zip(targets, weights):
-        target, weight = target[:, None], (target >= 0)[:, None] * weight
-        loss = loss + ((lse - squash(logits.gather(1, target.clamp(min=0).long()))) * weight).sum()
-        total, onehots = total + weight, onehots + (columns == target) * weight
-    slope = half * (1 - half) * (squash.cap / squash.width)
-    grad = ((squash.cap * half + bias - lse).exp() * total - onehots) * slope
+    lse = (squash.cap * (half - 1)).exp().sum(1, keepdim=True).log() + squash.cap
+    targets, log_lm, log_copy = targets[:, None], log_lm[:, None], log_copy[:, None]
+    counts = (targets >= 0).float()
+    log_lm = log_lm + squash(logits.gather(1, targets.clamp(min=0).long())) - lse
+    log_p = torch.logaddexp(log_lm, log_copy)
+    part = (log_lm - log_p).exp() * counts
+    onehot = torch.arange(w.size(0), device=w.device, dtype=targets.dtype) == targets
+    grad = ((squash.cap * half - lse).exp() - onehot.float()) * part * half * (1 - half) * (squash.cap / squash.width)
+    loss, d_lm, d_copy = -(log_p * counts).sum(), -part[:, 0], (part - counts)[:, 0]
     if not fp8:
         grad = grad.to(x.dtype)
-        return loss, grad @ w, grad.t() @ x
+        return loss, grad @ w, grad.t() @ x, d_lm, d_copy
     g8 = (grad * G_SCALE).to(torch.float8_e5m2)
     dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), False)
     dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), False)
-    return loss, dx, dw
+    return loss, dx, dw, d_lm, d_copy
 
 
 class HeadLoss(torch.autograd.Function):
     """head_gradients as a differentiable scalar; gradients (a compiled head_gradients) does the work in forward."""
     @staticmethod
-    def forward(ctx, x, w, bias, targets, weights, squash, fp8, gradients):
-        loss, dx, dw = gradients(x, w, bias, targets, weights, squash, fp8)
-        ctx.save_for_backward(dx, dw)
+    def forward(ctx, x, w, targets, log_lm, log_copy, squash, fp8, gradients):
+        loss, *saved = gradients(x, w, targets, log_lm, log_copy, squash, fp8)
+        ctx.save_for_backward(*saved)
         return loss
 
     @staticmethod
     def backward(ctx, upstream):
-        dx, dw = ctx.saved_tensors
-        return dx * upstream.to(dx.dtype), dw * upstream.to(dw.dtype), None, None, None, None, None, None
+        dx, dw, d_lm, d_copy = (t * upstream.to(t.dtype) for t in ctx.saved_tensors)
+        return dx, dw, None, d_lm, d_copy, None, None, None
 
 
-def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
+def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor]:
     """count ids for a softmax over a sample: all distinct targets, then others as a fixed walk over all ids finds them.
-    -> ids [count], each once; column of each id [vocab], -1 where it is left out; number of distinct targets, 0-D.
+    -> ids [count], each once; column of each id [vocab], -1 where it is left out.
     The walk visits (start + j) * 20011 mod vocab: moving windows reach every id equally often. No sort, no host
     synchronisation (sampled softmax of record 92). Targets beyond count are left out."""
     device = targets.device
@@ -415,12 +414,11 @@ def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[
     is_target = torch.zeros(vocab + 1, dtype=torch.int32, device=device)
     is_target.scatter_(0, torch.where(targets < 0, vocab, targets).flatten().long(), 1)
     found = is_target[walk]
-    num_targets = found.sum()
-    order = torch.where(found > 0, found.cumsum(0) - 1, num_targets + (1 - found).cumsum(0) - 1)
+    order = torch.where(found > 0, found.cumsum(0) - 1, found.sum() + (1 - found).cumsum(0) - 1)
     order = torch.where(order < count, order, count)
     ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, order, walk)[:count]
     columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, order)
-    return ids, columns.masked_fill(columns == count, -1), num_targets
+    return ids, columns.masked_fill(columns == count, -1)
 
 
 def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
@@ -487,13 +485,37 @@ def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: fl
     q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
     if mask.blocks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale).transpose(1, 2)
-    segments = mask.segments_BT
+    return flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale).transpose(1, 2)
+
+
+def flex_lists(mask: Mask, block: int) -> BlockMask:
+    """The mask as FlexAttention takes it."""
+    segments, T = mask.segments_BT, mask.segments_BT.size(1)
     def rule(b, h, i, j):
         return (i >= j) & (segments[b, i] == segments[b, j])
     kv_num, kv, q_num, qs, full_kv_num, full_kv, full_q_num, full_q = mask.blocks
-    lists = BlockMask((q.size(2), q.size(2)), kv_num, kv, full_kv_num, full_kv, q_num, qs, full_q_num, full_q,
-                      BLOCK_SIZE=(block, block), mask_mod=rule)
-    return flex_attention(q, k, v, block_mask=lists, scale=scale).transpose(1, 2)
+    return BlockMask((T, T), kv_num, kv, full_kv_num, full_kv, q_num, qs, full_q_num, full_q,
+                     BLOCK_SIZE=(block, block), mask_mod=rule)
+
+
+NO_MATCH = -1e4                    # a score that leaves nothing of a key, without NaN where no key is left
+
+def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask, block: int):
+    """Two logsumexps of q.k / sqrt(D), [B, T] in fp32: over the keys that a query sees, and over those of them at whose
+    place the query's target stands (about NO_MATCH where there is none)."""
+    q, k, scale = q_BTD[:, None], k_BTD[:, None], q_BTD.size(-1) ** -0.5
+    if mask.blocks is None:
+        scores = (scale * (q @ k.mT).float()).masked_fill(~mask.dense, -math.inf)
+        match = (tokens_BT[:, None, :] == targets_BT[:, :, None])[:, None]
+        return scores.logsumexp(-1)[:, 0], torch.where(match & mask.dense, scores, NO_MATCH).logsumexp(-1)[:, 0]
+    def matching(score, b, h, i, j):
+        return torch.where(tokens_BT[b, j] == targets_BT[b, i], score, NO_MATCH)
+    lists, nothing = flex_lists(mask, block), torch.zeros_like(k[..., :16])
+    outs = [flex_attention(q, k, nothing, score_mod=mod, block_mask=lists, scale=scale, return_aux=AuxRequest(lse=True))
+            for mod in (None, matching)]
+    # + 0 y: the backward pass can't do without a gradient of the output (torch 2.11)
+    every, found = (aux.lse[:, 0].float() + 0.0 * y[:, 0, :, 0].float() for y, aux in outs)
+    return every, found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -793,14 +815,13 @@ class View(NamedTuple):
     """What a forward pass is asked for besides its tokens. A step changes these numbers, never the graph."""
     window: int                            # long window, in blocks
     trained: tuple[int, int] = (1, 1)      # first and latest long window of training: rotary tables stretch along
-    weights: tuple[float, ...] = (1.0,)    # of the next target, the one after, ..
     candidates: int = 0                    # ids in the training softmax, 0 = all
     pool: int = 0                          # running number of this batch's first pool: where the negatives start
     training: bool = False                 # gradients and looked-up rows are wanted; else only the loss
 
 
 GATE_DIMS = 16                             # gates look at so many channels
-Rotary = tuple[Tensor, Tensor]             # cos and sin
+Rotary = tuple[Tensor, Tensor]             # see rotary_tables
 
 
 def norm(x: Tensor) -> Tensor:
@@ -845,14 +866,8 @@ def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...], n
     return torch.stack(rows), torch.stack(signs)
 
 
-def further_targets(targets_BT: Tensor, segments_BT: Tensor, count: int) -> Tensor:
-    """Targets 1, 2, .. count tokens ahead, [K, B, T]; -1 where they are beyond the segment."""
-    further = [torch.where(neighbour(segments_BT, -k), shift(targets_BT, -k, fill=-1), -1) for k in range(1, count)]
-    return torch.stack([targets_BT, *further])
-
-
 def rotary_tables(T: int, head_dim: int, first_window_tokens: int, stretch: float, like: Tensor) -> Rotary:
-    """cos and sin [T, 1, D/2], kept in like's precision. The upper half of the pairs stands still (half-truncated).
+    """Factors of x and of its halves swapped, [T, 1, D], in like's precision. The upper half of the pairs stands still.
     With a window stretched by s, frequencies that turn less than 32 times in the first window slow down, by up to s
     (YaRN, Peng et al. 2023); the tables grow a little, so that scores get 1 + 0.2 ln s times sharper."""
     quarter = head_dim // 4
@@ -860,15 +875,14 @@ def rotary_tables(T: int, head_dim: int, first_window_tokens: int, stretch: floa
     kept = ((first_window_tokens * freq / (2 * math.pi) - 1) / 31).clamp(0, 1)
     freq = freq * (kept + (1 - kept) / stretch)
     angle = torch.arange(T, dtype=torch.float32, device=like.device)[:, None] * F.pad(freq, (0, quarter))
-    size = (1 + 0.2 * math.log(stretch)) ** 0.5
-    return (size * angle.cos()).to(like.dtype)[:, None], (size * angle.sin()).to(like.dtype)[:, None]
+    cos, sin = (t * (1 + 0.2 * math.log(stretch)) ** 0.5 for t in (angle.cos(), angle.sin()))
+    return torch.cat((cos, cos), 1).to(like.dtype)[:, None], torch.cat((sin, -sin), 1).to(like.dtype)[:, None]
 
 
 def rotate(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
     """Turn the pairs (j, j + D/2) by their position's angle (RoPE, Su et al. 2021)."""
-    cos, sin = (t.float() for t in rotary)
-    a, b = x_BTHD.float().chunk(2, dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x_BTHD)
+    x = x_BTHD.float()               # halves are swapped by a flip: concatenation makes slow kernels
+    return (x * rotary[0] + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * rotary[1]).type_as(x_BTHD)
 
 
 def matrix(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -934,8 +948,41 @@ class Block(nn.Module):
         return x, norm(x)
 
 
+class Pointer(nn.Module):
+    """Mixture of softmax and copies (pointer sentinel, Merity et al. 2016; as in #379 of the public race).
+    Attention over the tokens of the document so far gives each its share of the next token's probability, and the
+    softmax keeps the share of a sentinel. A key knows its token and the state before it, which predicted that token."""
+    def __init__(self, c: Config, dtype: torch.dtype):
+        super().__init__()
+        self.block, self.copy_qk = c.block_tokens, matrix(3, c.copy_dim, c.model_dim, dtype=dtype)
+        self.sentinel_gates = nn.Parameter(torch.zeros(1, c.model_dim, dtype=dtype))
+        self.copy_scales = scalars(1.0, 16.0)              # of queries; bias of the sentinel: at first no copies
+
+    def project(self, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, T, D], the sentinel's score [B, T]."""
+        q, k, before = F.linear(x, self.copy_qk.flatten(0, 1)).unflatten(-1, (3, -1)).unbind(2)
+        own = F.linear(x, self.sentinel_gates)[..., 0].float() + self.copy_scales[1]
+        return norm(q) * self.copy_scales[0].to(q.dtype), norm(k + shift(before) * mask.previous_BT[..., None]), own
+
+    def forward(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Logarithms of the softmax's share and of what is copied from where the target stands, [B, T] each."""
+        q, k, own = self.project(x, mask)
+        every, found = attention_mass(q, k, tokens, targets, mask, self.block)
+        z = torch.logaddexp(every, own)
+        return own - z, found - z
+
+    def mix(self, x: Tensor, tokens: Tensor, log_p: Tensor, mask: Mask, dense: Tensor) -> Tensor:
+        """Log probabilities [B, T, V] of the whole mixture from those of the softmax; dense: the mask [B, 1, T, T]."""
+        q, k, own = self.project(x, mask)
+        scores = (q.size(-1) ** -0.5 * (q @ k.mT).float()).masked_fill(~dense[:, 0], -math.inf)
+        z = torch.logaddexp(scores.logsumexp(-1), own)[..., None]
+        copies, p = (scores - z).exp(), (own[..., None] - z + log_p).exp()
+        return p.scatter_add(2, tokens.long()[:, None].expand_as(copies), copies).log()
+
+
 class GPT(nn.Module):
-    """tokens [B, T] -> logits, or the summed loss when targets are given. Rows and documents don't see each other."""
+    """tokens [B, T] -> log probabilities [B, T, V], or the summed loss when targets are given.
+    Rows and documents don't see each other."""
     def __init__(self, c: Config, kernels: Kernels = Kernels()):
         super().__init__()
         self.config, self.kernels, self.table, self.squash = c, kernels, layer_table(c), Squash(*c.squash)
@@ -953,14 +1000,15 @@ class GPT(nn.Module):
         self.smear_gates = nn.Parameter(torch.zeros(1, GATE_DIMS, dtype=dtype))
         self.skip_weights = scalars(0.18, -0.5)                                        # skip, taking back
         self.skip_gates = nn.Parameter(torch.zeros(2, 1, GATE_DIMS, dtype=dtype))
+        self.pointer = Pointer(c, dtype) if c.copy_dim else None
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
         self.head = nn.Parameter(torch.zeros(c.padded_vocab, c.model_dim, dtype=dtype))
-        self.head_gradients, self.cross_entropy = head_gradients, further_cross_entropy
+        self.head_gradients, self.cross_entropy = head_gradients, mixed_cross_entropy
         self.build_mask, self.add_skip, self.stem = block_mask if kernels.flex else dense_mask, add_skip, stem
         self.rotary: dict[tuple, tuple[Tensor, Tensor]] = {}    # by row length and windows; not saved
         if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
-            for block in self.blocks:
-                block.compile(dynamic=False, fullgraph=True)
+            for module in (*self.blocks, *filter(None, [self.pointer])):
+                module.compile(dynamic=False, fullgraph=True)
             for name in ("stem", "add_skip", "head_gradients", "cross_entropy", "build_mask"):
                 setattr(self, name, torch.compile(getattr(self, name), dynamic=False, fullgraph=True))
 
@@ -982,13 +1030,12 @@ class GPT(nn.Module):
             self.ngrams.touched.append((ids, rows))
         return rows, signs
 
-    def hidden(self, tokens: Tensor, segments: Tensor, view: View) -> Tensor:
+    def hidden(self, tokens: Tensor, segments: Tensor, masks: dict[str | None, Mask], view: View) -> Tensor:
         """Final normed states [B, T, E]."""
         c, key = self.config, (tokens.size(1), *view.trained)
         if key not in self.rotary:
             T, first, last = key
             self.rotary[key] = rotary_tables(T, c.qk_dim, first * c.block_tokens, last / first, self.embed)
-        masks = self.masks(segments, view.window)
         x0, ngram, x, normed = self.stem(
             F.embedding(tokens, self.embed), *self.look_up(tokens, segments, view.training), self.sign_pool,
             neighbour(segments, 1), self.smear, self.smear_gates, self.ngram_mix)
@@ -1005,30 +1052,30 @@ class GPT(nn.Module):
         return norm(self.add_skip(x, xs[c.late_source], self.skip_weights[1], self.skip_gates[1]))      # record 40
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None, view: View) -> Tensor:
-        segments = segment_ids(tokens_BT, self.config.eod_id)
-        x = self.hidden(tokens_BT, segments, view)
+        segments, size = segment_ids(tokens_BT, self.config.eod_id), self.config.pool_rows
+        masks = self.masks(segments, view.window)
+        x = self.hidden(tokens_BT, segments, masks, view)
         if targets_BT is None:
-            return self.squash(F.linear(x, self.head))
-        targets, size = further_targets(targets_BT, segments, len(view.weights)), self.config.pool_rows
+            log_p = self.squash(F.linear(x, self.head)).log_softmax(-1)
+            dense = dense_mask(segments, torch.full_like(segments[0, 0], view.window), self.config.block_tokens)
+            return log_p if self.pointer is None else self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense.dense)
         x = x if view.training else x.detach()          # validation runs training's graphs and drops what they kept
+        log_lm, log_copy = torch.zeros_like(x[..., 0]), torch.full_like(x[..., 0], NO_MATCH)
+        if self.pointer is not None:
+            log_lm, log_copy = self.pointer(x, tokens_BT, targets_BT, masks["long"])
         with torch.set_grad_enabled(view.training):
-            return sum(self.pool_loss(part.flatten(0, 1), goal.flatten(1), view, i)
-                       for i, (part, goal) in enumerate(zip(x.split(size), targets.split(size, 1))))
+            parts = zip(*(t.split(size) for t in (x, targets_BT, log_lm, log_copy)))
+            return sum(self.pool_loss(*(t.flatten(0, 1) for t in part), view, i) for i, part in enumerate(parts))
 
-    def pool_loss(self, x: Tensor, targets: Tensor, view: View, pool: int) -> Tensor:
-        """Loss of one pool of rows: [T, E], [K, T] -> scalar, over all ids or over the pool's own candidates."""
-        w, bias = self.head, torch.zeros(1, device=x.device)
+    def pool_loss(self, x: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, pool: int) -> Tensor:
+        """Loss of one pool of rows: [T, E], [T] thrice -> scalar, over all ids or over the pool's own candidates."""
+        w = self.head
         if view.candidates:
-            V, P = len(w), view.candidates
-            ids, columns, n = candidate_set(targets, V, P, (view.pool + pool) * P)
-            targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
-            w = w.index_select(0, ids)
-            stand_for = ((V - n) / (P - n).clamp(min=1)).clamp(min=1).log() * self.config.negatives_correction
-            bias = torch.where(torch.arange(P, device=x.device) < n, 0.0, stand_for)
-        weights = tuple(map(torch.tensor, view.weights))         # 0-D on the CPU: new values, the same graph
+            ids, columns = candidate_set(targets, len(w), view.candidates, (view.pool + pool) * view.candidates)
+            targets, w = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()]), w.index_select(0, ids)
         if view.training and self.kernels.compile:
-            return HeadLoss.apply(x, w, bias, targets, weights, self.squash, self.kernels.fp8, self.head_gradients)
-        return self.cross_entropy(x, w, bias, targets, weights, self.squash)
+            return HeadLoss.apply(x, w, targets, log_lm, log_copy, self.squash, self.kernels.fp8, self.head_gradients)
+        return self.cross_entropy(x, w, targets, log_lm, log_copy, self.squash)
 
 
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
@@ -1043,6 +1090,7 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
         ("head",         "adam", r"head",                c.lr_head,       (.5, .95),  1e-10,  .75,   1,     True),
         ("scalars",      "adam", r".*(mix|scales?|skip_weights|smear)", c.lr_scalar, (.9, .99), 1e-10, 0., 1, False),
         ("gates",        "adam", r".*gates",             c.lr_head,       (.9, .99),  1e-10,  .005,  1,     False),
+        ("copy_qk",      "muon", r".*copy_qk",           c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
         ("qk",           "muon", r".*\.qk",              c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
         ("value_out",    "muon", r".*\.(value|out)",     c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
         ("mlp_up",       "muon", r".*\.up",              c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
@@ -1280,15 +1328,14 @@ class Stage(NamedTuple):
     max_doc_tokens: int               # documents are clipped to it; 0: not
     window: int                       # long window, in blocks
     candidates: float                 # share of the vocabulary in the training softmax; 0: full softmax
-    further: tuple[tuple[float, float], ...]     # weights of targets 2, 3 ahead, at the stage's begin and end
 
 
 STAGES = (
-    #     until  batch  lr     clip  window candidates  further targets
-    Stage(0.333, 0.25,  0.71,  896,  3,     0.2,        ((0.50, 0.50), (0.25, 0.00))),
-    Stage(0.667, 0.50,  1.00,  2048, 7,     0.2,        ((0.50, 0.00), (0.00, 0.00))),
-    Stage(0.920, 1.00,  1.41,  2048, 11,    0.2,        ((0.00, 0.00), (0.00, 0.00))),
-    Stage(1.000, 1.00,  1.41,  2048, 13,    0.0,        ((0.00, 0.00), (0.00, 0.00))),
+    #     until  batch  lr     clip  window candidates
+    Stage(0.333, 0.25,  0.71,  896,  3,     0.2),
+    Stage(0.667, 0.50,  1.00,  2048, 7,     0.2),
+    Stage(0.920, 1.00,  1.41,  2048, 11,    0.2),
+    Stage(1.000, 1.00,  1.41,  2048, 13,    0.0),
 )
 
 def stage_at(c: Config, step: int) -> tuple[Stage, float]:
@@ -1303,12 +1350,6 @@ def stage_at(c: Config, step: int) -> tuple[Stage, float]:
 
 def rows_at(c: Config, step: int) -> int:
     return max(1, round(c.batch_rows * stage_at(c, step)[0].batch))
-
-
-def target_weights_at(c: Config, step: int) -> tuple[float, ...]:
-    """Multi-token prediction (record 53): weights of the targets 1, 2, 3 ahead."""
-    stage, done = stage_at(c, step)
-    return 1.0, *(begin + (end - begin) * done for begin, end in stage.further)
 
 
 def candidates_at(c: Config, step: int) -> int:
@@ -1662,8 +1703,7 @@ def train_view(run: Run, step: int) -> View:
     """What the step asks of the model, for this rank's first rows. Pools are numbered over all steps and ranks."""
     c, pools = run.config, rows_at(run.config, step) // run.config.pool_rows
     first = step * (c.batch_rows // c.pool_rows + 1) + run.world.rank * pools // run.world.size
-    return View(stage_at(c, step)[0].window, val_view(c, step).trained, target_weights_at(c, step),
-                candidates_at(c, step), first, training=True)
+    return View(stage_at(c, step)[0].window, val_view(c, step).trained, candidates_at(c, step), first, training=True)
 
 
 def rows_at_once(run: Run, step: int) -> int:
@@ -1674,7 +1714,7 @@ def rows_at_once(run: Run, step: int) -> int:
 
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
     """Gradients over all micro-batches, one update. -> [1 + banks + 1]: mean loss, squared gradient norms, the sum of
-    all ranks' stop (not 0: a signal came). The loss is that of training: over candidates, with its further targets."""
+    all ranks' stop (not 0: a signal came). The loss is that of training: over candidates."""
     c, world, view, n = run.config, run.world, train_view(run, step), rows_at_once(run, step)
     loss = torch.zeros((), device=world.device)
     for rows in zip(batch.inputs.split(n), batch.targets.split(n)):
