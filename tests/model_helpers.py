@@ -11,7 +11,7 @@ from rank_helpers import load_train_gpt
 from shard_helpers import raw_shard
 
 EOD = 60
-SMALL = dict(       # 5 layers: long, short and no attention, value embeddings, a skip, late attention, both n-gram tables
+SMALL = dict(       # 5 layers: long, short and no attention, value embeddings, a skip, late attention, n-grams
     vocab_size=300, eod_id=EOD, num_steps=3, batch_tokens=24 * 64, row_tokens=64, micro_rows=24, pool_rows=1,
     val_tokens=500, val_overlap=16, val_window_blocks=8, val_every_steps=0, target_loss=0.0, model_dim=32,
     num_layers=5, num_heads=2, head_dim=16, qk_dim=8, mlp_dim=64, long_layers=(1, 4), no_attention_layers=(2,),

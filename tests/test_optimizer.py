@@ -53,8 +53,8 @@ def test_normuon_is_its_formula(tg, shape):
 
 
 def test_without_variance_and_decay_it_is_muon(tg, monkeypatch):
-    """Against torch's own, made to orthogonalise in fp32 (its only use of Tensor.bfloat16) with our quintics replaced by
-    its own; a second moment that is the same for all neurons changes nothing."""
+    """Against torch's own, made to orthogonalise in fp32 (its only use of Tensor.bfloat16), ours with its quintics and
+    with a second moment that is the same for all neurons."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     monkeypatch.setattr(tg, "POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
     monkeypatch.setattr(torch.Tensor, "square", lambda t: torch.ones_like(t))     # every O^2 is 1
