@@ -1281,7 +1281,7 @@ def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, 
 
 
 def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
-            pinned: bool = False, ahead: int = 6) -> Iterator[Batch]:
+            pinned: bool = False, ahead: int = 32) -> Iterator[Batch]:
     """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread.
     Row i of n goes to rank i // (n / size). Errors of the thread are raised here."""
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:

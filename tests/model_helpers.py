@@ -11,11 +11,11 @@ from rank_helpers import load_train_gpt
 from shard_helpers import raw_shard
 
 EOD = 60
-SMALL = dict(       # 6 layers: long and short windows, one without attention, shared value tables, three skips
-    vocab_size=61, eod_id=EOD, num_steps=3, batch_tokens=12 * 64, row_tokens=64, micro_rows=12, val_tokens=500,
-    val_row_tokens=64, val_every_steps=0, target_loss=0.0, model_dim=32, num_layers=6, num_heads=2, head_dim=16,
-    mlp_dim=64, long_layers=(0, 5), no_attention_layers=(3,), num_value_tables=2, window_tokens=32, block_tokens=8,
-    ngram_rows=(50, 70), momentum_warmup_steps=10, max_epochs=100)
+SMALL = dict(       # 5 layers: long, short and no attention, value embeddings, a skip, late attention, n-grams
+    vocab_size=300, eod_id=EOD, num_steps=3, batch_tokens=24 * 64, row_tokens=64, micro_rows=24, pool_rows=1,
+    val_tokens=500, val_overlap=16, val_window_blocks=8, val_every_steps=0, target_loss=0.0, model_dim=32,
+    num_layers=5, num_heads=2, head_dim=16, qk_dim=8, mlp_dim=64, long_layers=(1, 4), no_attention_layers=(2,),
+    value_layers=(1, 4), skip=(0, 2), late_source=2, table_rows=500, block_tokens=8, max_epochs=100)
 
 
 def small_config(**changes):
@@ -32,26 +32,25 @@ def small_options(**changes):
 
 def small_model(**changes):
     """A GPT of small_config(**changes) on the CPU, initialised as the script does it."""
-    tg = load_train_gpt()
-    config = small_config(**changes)
     torch.manual_seed(0)
-    model = tg.GPT(config)
-    tg.init_weights(config, model)
-    return model
+    return load_train_gpt().GPT(small_config(**changes))
 
 
 @torch.no_grad()
 def randomise(model, seed=1):
-    """Fill every parameter, in place and in order of names: matrices near 1 / sqrt(fan in), scalars near 1/2."""
+    """Fill every parameter, in place and in order of names: matrices near 1 / sqrt(fan in), tables near 1, scalars
+    near 1/2. The n-gram table's last row is nobody's and stays zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in sorted(model.named_parameters()):
         noise = torch.randn(p.shape, generator=generator)
-        if "embed" in name:
+        if "embed" in name or name == "ngrams":
             p.copy_(noise)
         elif p.ndim >= 2:
             p.copy_(noise * p.size(-1) ** -0.5)
         else:
             p.copy_(0.5 + 0.2 * noise)
+        if name == "ngrams":
+            p[-1] = 0
     return model
 
 
@@ -63,8 +62,13 @@ def random_tokens(rows, length, seed=0, vocab=EOD, every=11):
     return tokens.masked_fill(marks, EOD)
 
 
+def view(window=100, **more):
+    """What a forward pass is asked for, with a window of so many blocks."""
+    return load_train_gpt().View(window, **more)
+
+
 def blocks(n):
-    """A window of n blocks as the model wants it."""
+    """A window of n blocks as masks want it."""
     return torch.full((), n, dtype=torch.int32)
 
 
@@ -101,28 +105,39 @@ def small_batches(run):
     return tg.batches(tg.Planner(run.train_stream, c.eod_id), plan, c.row_tokens, run.world.rank, run.world.size)
 
 
+def take_step(run, step, batch):
+    """train_step at the rate of the schedule."""
+    tg = load_train_gpt()
+    return tg.train_step(run, step, batch, tg.lr_scale_at(run.config, step))
+
+
 def record_gradients(run):
-    """From now on run.optimizer.step() appends {bank: this rank's shard of the summed gradients} to the result."""
+    """From now on run.optimizer.step() appends {bank: this rank's shard of the summed gradients} to the result; of the
+    n-gram table, which every rank has whole, (ids, gradients) of all ranks."""
     kept, update = [], run.optimizer.update
 
     def recording(bank, lr_scale, momentum):
         if bank is run.optimizer.banks[0]:
             kept.append({})
-        kept[-1][bank.group.name] = bank.grad_shard.clone()
+        rows = bank.group.kind == "rows"
+        kept[-1][bank.group.name] = (bank.ids.clone(), bank.grads.clone()) if rows else bank.grad_shard.clone()
         update(bank, lr_scale, momentum)
     run.optimizer.update = recording
     return kept
 
 
 def by_parameter(run, shards):
-    """{bank: [shard of rank 0, 1, ..]} -> {parameter: tensor}, padding left out."""
+    """{bank: [shard of rank 0, 1, ..]} -> {parameter: tensor}, padding left out; the n-gram table as rank 0 has it."""
     out = {}
     for bank in run.optimizer.banks:
+        if bank.group.name not in shards:                # waits for a later step
+            continue
+        if bank.group.kind == "rows":
+            ids, grads = shards[bank.group.name][0]
+            out["ngrams"] = torch.zeros(bank.weight.shape).index_add_(0, ids, grads)
+            continue
         whole = torch.cat(shards[bank.group.name])
-        for name, p in bank.group.params.items():
-            start = bank.offsets[name]
-            unit = p[..., 0, 0].numel() if bank.group.kind == "muon" else p.numel()
-            out[name] = whole[start:start + unit].reshape(p.shape)
+        out |= {name: bank.part(whole, name) for name in bank.slices}
     return out
 
 

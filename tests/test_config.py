@@ -1,4 +1,4 @@
-"""Room 1: defaults are record 20, presets are legal, and every option that can't be used gets one readable line."""
+"""Room 1: defaults are the record, presets are legal, and every option that can't be used gets one readable line."""
 import dataclasses
 import math
 
@@ -22,15 +22,19 @@ def test_the_promised_keys_and_presets_are_there(tg):
     assert {"record", "sprint", "demo", "tiny"} <= set(tg.PRESETS)
 
 
-def test_defaults_are_record_20_in_numbers(tg):
+def test_defaults_are_the_record_in_numbers(tg):
     c = tg.Config()
-    assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.mlp_dim) == (12, 768, 6, 128, 3072)
-    assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_row_tokens) == (524_288, 1393, 10_485_760, 65_536)
-    assert (c.lr_matrix, c.lr_embed, c.lr_head, c.lr_scalar) == (0.05, 0.6, 0.008, 0.04)
-    assert (c.adam_beta1, c.adam_beta2, c.adam_eps) == (0.8, 0.95, 1e-10)
-    assert (c.momentum_start, c.momentum_end, c.momentum_warmup_steps) == (0.85, 0.95, 300)
-    assert (c.cooldown_frac, c.lr_floor, c.softcap, c.attention_scale) == (0.4, 0.1, 15.0, 0.12)
-    assert (c.window_tokens, c.block_tokens, c.rotary_base, c.target_loss) == (1792, 128, 1024.0, 3.28)
+    assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.qk_dim, c.mlp_dim) == (11, 768, 6, 128, 128, 3072)
+    assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (524_288, 1285, 10_485_760, 2048)
+    assert (c.lr_matrix, c.lr_embed, c.lr_head, c.lr_scalar, c.lr_table) == (0.023, 0.6, 0.008, 0.04, 0.56)
+    assert (c.cooldown_frac, c.lr_floor, c.tail_frac, c.tail_blend) == (0.8, 0.3, 0.25, 0.5)
+    assert (c.squash, c.attention_scale, c.block_tokens, c.target_loss) == ((23.0, 5.0, 7.5), 0.1, 128, 3.28)
+    assert (c.table_rows, c.table_orders, c.val_window_blocks) == (2_097_143, (2, 3), 20)
+
+
+def test_the_sprint_is_the_record_on_one_gpu(tg):
+    c = tg.parse_config(["--preset=sprint"])[0]
+    assert (c.num_steps, c.batch_tokens, c.target_loss, c.val_tokens) == (465, 262_144, 3.48, 2_097_152)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):
@@ -54,10 +58,10 @@ def test_the_default_preset_is_the_callers_choice(tg):
 
 def test_overrides_take_the_type_of_their_field(tg):
     config, overrides = tg.parse_config(["--preset=tiny", "--num_steps=7", "--lr_matrix=1e-3", "--long_layers=0,1",
-                                         "--train_files=a=b,*.bin", "--compile=true", "--fp8=0", "--deterministic",
-                                         "--micro_rows=auto", "--no_attention_layers="])
+                                         "--train_files=a=b,*.bin", "--compile=on", "--fp8=off", "--deterministic",
+                                         "--micro_rows=auto", "--no_attention_layers=", "--squash=30,0,7.5"])
     assert overrides == dict(num_steps=7, lr_matrix=1e-3, long_layers=(0, 1), train_files="a=b,*.bin", compile="on",
-                             fp8="off", deterministic="on", micro_rows=0, no_attention_layers=())
+                             fp8="off", deterministic="on", micro_rows=0, no_attention_layers=(), squash=(30, 0, 7.5))
     assert {key: getattr(config, key) for key in overrides} == overrides
     assert config.model_dim == tg.PRESETS["tiny"]["model_dim"]
 
@@ -88,20 +92,25 @@ def test_config_is_frozen(tg):
     (["--lr_head=inf"], ["--lr_head=inf", "finite"]),
     (["--batch_tokens=100000"], ["--batch_tokens=100000", "row_tokens=16384"]),
     (["--preset=tiny", "--row_tokens=100", "--batch_tokens=1000"], ["--row_tokens=100", "block_tokens=16"]),
-    (["--window_tokens=100"], ["--window_tokens=100", "block_tokens=128"]),
-    (["--window_tokens=0"], ["--window_tokens=0"]),
-    (["--val_row_tokens=1000"], ["--val_row_tokens=1000", "block_tokens=128"]),
-    (["--head_dim=6"], ["--head_dim=6", "4"]),
+    (["--val_overlap=1000"], ["--val_overlap=1000", "block_tokens=128"]),
+    (["--val_overlap=16384"], ["--val_overlap=16384", "less than row_tokens=16384"]),
+    (["--val_window_blocks=0"], ["--val_window_blocks=0", "more than 0"]),
+    (["--preset=sprint", "--micro_rows=3"], ["--micro_rows=3", "pool_rows=2"]),
+    (["--qk_dim=6"], ["--qk_dim=6", "4"]),
     (["--eod_id=50257"], ["--eod_id=50257", "50257"]),
     (["--vocab_size=65537"], ["--vocab_size=65537", "65536"]),
-    (["--num_value_tables=7"], ["--num_value_tables=7", "6"]),
-    (["--long_layers=12"], ["--long_layers", "11"]),
-    (["--no_attention_layers=-1"], ["--no_attention_layers", "11"]),
-    (["--adam_beta1=1"], ["--adam_beta1", "less than 1"]),
-    (["--momentum_end=1"], ["--momentum_end", "less than 1"]),
+    (["--long_layers=11"], ["--long_layers", "10"]),
+    (["--no_attention_layers=-1"], ["--no_attention_layers", "10"]),
+    (["--value_layers=1,11"], ["--value_layers", "10"]),
+    (["--skip=3"], ["--skip=(3,)", "two layers in order"]),
+    (["--skip=6,3"], ["--skip=(6, 3)", "two layers in order"]),
+    (["--late_source=11"], ["--late_source=11", "0 to 10"]),
+    (["--table_orders=2,5"], ["--table_orders=(2, 5)", "1 to 4"]),
+    (["--table_orders="], ["--table_orders=()", "1 to 4"]),
+    (["--squash=23,5"], ["--squash=(23, 5)", "cap, shift, width"]),
+    (["--squash=23,5,0"], ["--squash=(23, 5, 0)", "more than 0"]),
     (["--cooldown_frac=1.5"], ["--cooldown_frac=1.5", "at most 1"]),
-    (["--softcap=0"], ["--softcap=0"]),
-    (["--rotary_base=0"], ["--rotary_base=0"]),
+    (["--tail_blend=1.5"], ["--tail_blend=1.5", "at most 1"]),
     (["--seed=99999999999999999999"], ["--seed=9999", "2^63"]),
     (["--num_steps=1" + "0" * 400], ["--num_steps=1000", "2^63"]),
     (["--lr_matrix=1e38"], ["--lr_matrix=1e+38", "2^63"]),

@@ -1,4 +1,5 @@
 """Room 6: broken shards are refused, every token is served once in the documented order, for any number of ranks."""
+import itertools
 import json
 import os
 import time
@@ -213,19 +214,25 @@ def test_a_document_cut_by_a_rows_end_continues_in_the_next_row(tg, tmp_path):
     assert tg.Planner(stream, EOD).rows(2, 10, 12) == [[(0, 10)], [(10, 18), (26, 28)]]
 
 
+def documents(tg, stream, count, epoch=0, pending=0, eod=EOD):
+    """The first documents, (epoch, start, stop) each, from a position on."""
+    return list(itertools.islice(tg.Planner(stream, eod).documents(epoch, pending), count))
+
+
 def test_what_stands_before_the_first_mark_is_a_document(tg, tmp_path):
     stream = write_stream(tmp_path, document_tokens([10, 10], lead=5))
-    assert list(tg.documents(stream, EOD)) == [(0, 5), (5, 15), (15, 24)]
+    assert documents(tg, stream, 4) == [(0, 0, 5), (0, 5, 15), (0, 15, 24), (1, 0, 5)]
     assert tg.Planner(stream, EOD).rows(1, 10, 4) == [[(0, 4), (5, 9), (15, 17)]]
     no_mark = tg.TokenStream([str(put_shard(tmp_path, "NOBOS"))], GPT2_VOCAB)
-    assert list(tg.documents(no_mark, GPT2_EOD)) == [(0, 4999)]
+    assert documents(tg, no_mark, 2, eod=GPT2_EOD) == [(0, 0, 4999), (1, 0, 4999)]
 
 
 def test_a_document_runs_on_over_shard_borders(tg, tmp_path):
     tokens = document_tokens([4, 20, 5])
     stream = write_stream(tmp_path, tokens[:8], tokens[8:9], tokens[9:20], tokens[20:])
-    assert list(tg.documents(stream, EOD)) == [(0, 4), (4, 24), (24, 28)]
-    assert list(tg.documents(stream, EOD, 24)) == [(24, 28)]
+    assert documents(tg, stream, 3) == [(0, 0, 4), (0, 4, 24), (0, 24, 28)]
+    assert documents(tg, stream, 2, epoch=3, pending=24) == [(3, 24, 28), (4, 0, 4)]
+    assert documents(tg, stream, 1, epoch=3, pending=28) == [(4, 0, 4)]
     batch = next(tg.batches(tg.Planner(stream, EOD), [(2, 0)], 12, 0, 1))
     assert batch.inputs.flatten().tolist() == tokens[:24].tolist()
     assert batch.targets.flatten().tolist() == tokens[1:25].tolist()
@@ -332,9 +339,9 @@ def test_a_loader_that_is_dropped_early_leaves_no_thread(tg, stream):
     next(loader)
     loader.close()
     end = time.monotonic() + 5
-    while threading.active_count() > before + 1 and time.monotonic() < end:      # the planner's index ends by itself
+    while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
-    assert threading.active_count() <= before + 1
+    assert threading.active_count() <= before
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------
@@ -342,22 +349,33 @@ def test_a_loader_that_is_dropped_early_leaves_no_thread(tg, stream):
 
 @pytest.mark.parametrize("num_targets", [1, 15, 16, 17, 160, 299, 300])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_validation_scores_each_target_exactly_once(tg, tmp_path, num_targets, size):
+@pytest.mark.parametrize("overlap, num_rows", [(0, 1), (0, 3), (4, 2), (12, 4)])
+def test_validation_scores_each_target_exactly_once(tg, tmp_path, num_targets, size, overlap, num_rows):
+    """On any number of ranks, each row beginning with the true context of its first target."""
     tokens = document_tokens([50, 101, 100, 50])
     stream = write_stream(tmp_path, tokens[:120], tokens[120:])
-    slices = {}
+    batches = {}
     for rank in range(size):
-        for k, (inputs, targets) in enumerate(tg.validation_rows(stream, num_targets, 16, EOD, rank, size)):
-            assert inputs.shape == targets.shape == (1, 16)
-            slices[rank + k * size] = inputs[0], targets[0]
-    assert sorted(slices) == list(range(-(-num_targets // 16)))
-    scored, seen = [], []
-    for k in sorted(slices):
-        counts = slices[k][1] >= 0
-        scored += slices[k][1][counts].tolist()
-        seen += slices[k][0][counts].tolist()
-        assert bool((slices[k][0][~counts] == EOD).all()) and bool(counts.sort(descending=True).values.eq(counts).all())
-    assert scored == tokens[1:num_targets + 1].tolist() and seen == tokens[:num_targets].tolist()
+        found = tg.validation_rows(stream, num_targets, 16, overlap, num_rows, EOD, rank, size)
+        for k, (inputs, targets) in enumerate(found):
+            assert inputs.shape == targets.shape == (num_rows, 16) and inputs.dtype == targets.dtype == torch.int32
+            batches[rank + k * size] = inputs, targets
+    rows = -(-num_targets // (16 - overlap))
+    assert sorted(batches) == list(range(-(-rows // num_rows)))
+    at = 0                                                       # the next target, counted from 0
+    for k in sorted(batches):
+        for inputs, targets in zip(*batches[k]):
+            scored = (targets >= 0).nonzero().flatten().tolist()
+            if not scored:
+                assert at == num_targets and bool((inputs == EOD).all())         # fills up the last batch
+                continue
+            first, count = scored[0], len(scored)
+            assert scored == list(range(first, first + count)) and first == min(at, overlap)
+            assert inputs[:first + count].tolist() == tokens[at - first:at + count].tolist()
+            assert targets[first:first + count].tolist() == tokens[at + 1:at + count + 1].tolist()
+            assert bool((inputs[first + count:] == EOD).all())
+            at += count
+    assert at == num_targets
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------

@@ -1,30 +1,27 @@
-"""Room 5: what each position may see, that each technique of the model matters, the tables of layers and parameters.
+"""Room 5: what each position may see, that each technique of the model matters, the tables of layers and banks.
 
-Every test of visibility fills all weights first: a fresh model is zero in its output projections and could hide a leak.
+Every test of visibility fills all weights first: a fresh model is zero in its head and could hide a leak.
 """
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_helpers import EOD, blocks, random_tokens, randomise, small_config, small_model
+from model_helpers import EOD, blocks, random_tokens, randomise, small_config, small_model, view
 from torch import nn
 
-WIDE = blocks(100)
 
-
-def logits(model, tokens, window=WIDE):
+def logits(model, tokens, window=100):
     with torch.no_grad():
-        return model(tokens, None, window)
+        return model(tokens, None, view(window))
 
 
-def changed_positions(model, tokens, at, window=WIDE, row=0):
+def changed_positions(model, tokens, at, window=100, row=0):
     """Positions [rows, T] whose logits move when the token at `at` of `row` changes (no mark either way)."""
     other = tokens.clone()
     other[row, at] = (int(tokens[row, at]) + 1) % EOD
     assert EOD not in (int(tokens[row, at]), int(other[row, at]))
-    moved = (logits(model, tokens, window) - logits(model, other, window)).abs().amax(-1)
-    return moved > 1e-7
+    return (logits(model, tokens, window) - logits(model, other, window)).abs().amax(-1) > 1e-7
 
 
 # ---- who sees whom ---------------------------------------------------------------------------------------------------
@@ -34,15 +31,12 @@ def test_nothing_sees_the_future_another_document_or_another_row():
     model, tokens = randomise(small_model()), random_tokens(3, 64, every=12)
     tokens[:, 0] = torch.tensor([EOD, 5, EOD])
     segments = (tokens == EOD).cumsum(1)
-    for row, at in ((0, 1), (0, 30), (1, 0), (1, 63), (2, 20)):
+    for row, at in [(0, 1), (0, 30), (2, 20)] + [(1, at) for at in range(64)]:      # a document's last token among them
         if int(tokens[row, at]) == EOD:
-            tokens[row, at] = 7
-            segments = (tokens == EOD).cumsum(1)
+            continue
         moved = changed_positions(model, tokens, at, row=row)
         allowed = torch.zeros_like(moved)
         allowed[row, at:] = segments[row, at:] == segments[row, at]
-        assert not bool((moved & ~allowed).any())
-        assert bool(moved[row, at])
         assert torch.equal(moved, allowed)                       # and everything allowed is really seen
 
 
@@ -62,30 +56,24 @@ def test_rows_give_the_same_whatever_stands_beside_them():
         torch.testing.assert_close(together[row:row + 1], logits(model, tokens[row:row + 1]), rtol=0, atol=1e-5)
 
 
-def test_the_window_limits_the_view_by_blocks():
-    """One attention layer, so that its reach is the model's: n blocks, the own one included."""
-    model = randomise(small_model(num_layers=2, no_attention_layers=(1,), long_layers=(0,), num_value_tables=0))
-    tokens = random_tokens(1, 64, every=10 ** 9)
-    for window in (1, 2, 5):
-        moved = changed_positions(model, tokens, 9, blocks(window))[0]
-        last = min(64, 8 * (9 // 8 + window))                    # end of the last block that still sees block 1
+@pytest.mark.parametrize("window", (1, 2, 3, 7))
+def test_windows_limit_the_view_by_blocks_and_short_layers_see_half(window):
+    """One attention layer, so that its reach is the model's (the key offset of one token stays within the blocks)."""
+    for long_layers, reach in (((1,), window), ((), max(1, window // 2))):
+        model = randomise(small_model(num_layers=2, no_attention_layers=(0,), long_layers=long_layers, value_layers=(),
+                                      skip=(), late_source=0, table_rows=0))
+        with torch.no_grad():
+            model.smear.zero_()
+        moved = changed_positions(model, random_tokens(1, 64, every=10 ** 9), 9, window)[0]
+        last = min(64, 8 * (1 + reach))                          # end of the last block that still sees block 1
         assert bool(moved[9:last].all()) and not bool(moved[last:].any()) and not bool(moved[:9].any())
-
-
-def test_short_layers_see_half_of_the_window_and_at_least_one_block():
-    model = randomise(small_model(num_layers=2, no_attention_layers=(1,), long_layers=(), num_value_tables=0))
-    tokens = random_tokens(1, 64, every=10 ** 9)
-    for window, half in ((1, 1), (2, 1), (3, 1), (4, 2), (6, 3)):
-        moved = changed_positions(model, tokens, 9, blocks(window))[0]
-        last = 8 * (1 + half)
-        assert bool(moved[9:last].all()) and not bool(moved[last:].any())
 
 
 # ---- rotary ----------------------------------------------------------------------------------------------------------
 
 
 def test_rotary_turns_the_lower_half_of_the_pairs_by_geometric_frequencies(tg):
-    cos, sin = tg.rotary_tables(16, 128, 1024.0, torch.zeros(1))
+    cos, sin = tg.rotary_tables(16, 128, 10 ** 6, 1.0, torch.zeros(1))
     frequencies = [1024 ** (-i / 31) for i in range(32)] + [0.0] * 32
     angle = torch.arange(16).double()[:, None] * torch.tensor(frequencies).double()
     assert cos.shape == sin.shape == (16, 1, 64)
@@ -99,8 +87,20 @@ def test_rotary_turns_the_lower_half_of_the_pairs_by_geometric_frequencies(tg):
     assert torch.equal(y[..., 32:64], x[..., 32:64]) and torch.equal(y[..., 96:], x[..., 96:])     # half-truncated
 
 
+def test_rotary_tables_stretch_slow_frequencies_only(tg):
+    like = torch.zeros(1)
+    plain = tg.rotary_tables(2048, 128, 384, 1.0, like)
+    cos, sin = tg.rotary_tables(2048, 128, 384, 4.0, like)
+    size = (1 + 0.2 * math.log(4)) ** 0.5
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, size ** 2), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.atan2(sin, cos)[1, 0, [0, 31]],
+                               torch.tensor([1.0, 1 / 1024 / 4]), rtol=0.02, atol=1e-6)
+    torch.testing.assert_close(torch.atan2(plain[1], plain[0])[1, 0, [0, 31]],
+                               torch.tensor([1.0, 1 / 1024]), rtol=0.02, atol=1e-6)
+
+
 def test_rotary_makes_scores_depend_on_distance_alone(tg):
-    tables = tg.rotary_tables(40, 16, 1024.0, torch.zeros(1))
+    tables = tg.rotary_tables(40, 16, 10 ** 6, 1.0, torch.zeros(1))
     q, k = (torch.randn(16).expand(1, 40, 1, 16) for _ in range(2))
     scores = tg.rotate(q, tables)[0, :, 0] @ tg.rotate(k, tables)[0, :, 0].T
     for distance in (0, 1, 7):
@@ -109,15 +109,17 @@ def test_rotary_makes_scores_depend_on_distance_alone(tg):
     assert scores.diagonal(-1)[0] != pytest.approx(float(scores.diagonal(-7)[0]), abs=1e-3)
 
 
-def test_rotary_tables_are_cached_in_the_precision_of_the_weights(tg):
-    cos, sin = tg.rotary_tables(8, 16, 1024.0, torch.zeros(1, dtype=torch.bfloat16))
+def test_rotary_tables_are_cached_by_windows_in_the_precision_of_the_weights(tg):
+    cos, sin = tg.rotary_tables(8, 16, 24, 1.0, torch.zeros(1, dtype=torch.bfloat16))
     assert cos.dtype == sin.dtype == torch.bfloat16
     assert tg.rotate(torch.zeros(1, 8, 1, 16, dtype=torch.bfloat16), (cos, sin)).dtype == torch.bfloat16
-    model = small_model()
-    first = logits(model, random_tokens(1, 64))
-    kept = model.rotary[64]
-    assert torch.equal(first, logits(model, random_tokens(1, 64))) and model.rotary[64] is kept
-    assert list(model.rotary) == [64]
+    model, tokens = randomise(small_model()), random_tokens(1, 64)
+    first = logits(model, tokens)
+    kept = model.rotary[64, 1, 1]
+    assert torch.equal(first, logits(model, tokens)) and model.rotary[64, 1, 1] is kept
+    with torch.no_grad():
+        stretched = model(tokens, None, view(100, trained=(1, 4)))
+    assert list(model.rotary) == [(64, 1, 1), (64, 1, 4)] and (stretched - first).abs().max() > 1e-3
 
 
 def test_positions_restart_at_every_row_and_order_within_a_row_matters():
@@ -130,315 +132,376 @@ def test_positions_restart_at_every_row_and_order_within_a_row_matters():
     assert (logits(model, tokens) - logits(model, swapped))[0, 20:].abs().max() > 1e-4
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
+# ---- the formula -----------------------------------------------------------------------------------------------------
 
 
-def attention_by_hand(layer, x, ve, mask, tables, c, qk_norm=True, scale=None):
-    """One head at a time, from the separate Q, K and V thirds of the merged weight."""
+def rms(x):
+    return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+
+def attention_by_hand(layer, x, ve, mask, previous, tables, c, qk_norm=True, scale=None):
+    """The formula of one attention layer, one step at a time. mask bool [B, 1, T, T]; previous bool [B, T]."""
     B, T, _ = x.shape
-    q, k, v = (F.linear(x, w).view(B, T, c.num_heads, c.head_dim) for w in layer.qkv)
+    q, k = (F.linear(x, w).view(B, T, c.num_heads, c.qk_dim)
+            for w in layer.qk.reshape(2, c.num_heads * c.qk_dim, c.model_dim))
+    v = layer.scales[0] * F.linear(x, layer.value).view(B, T, c.num_heads, c.head_dim)
     if qk_norm:
-        q, k = (t / (t.square().mean(-1, keepdim=True) + torch.finfo(t.dtype).eps).sqrt() for t in (q, k))
+        q, k = rms(q), rms(k)
     cos, sin = tables
 
     def turn(t):
-        a, b = t[..., :c.head_dim // 2], t[..., c.head_dim // 2:]
+        a, b = t[..., :c.qk_dim // 2], t[..., c.qk_dim // 2:]
         return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
     q, k = turn(q), turn(k)
-    v = layer.value_mix[0] * v
+    quarter = c.qk_dim // 4
+    for b in range(B):                                           # half of each key from the token before
+        for t in range(T - 1, 0, -1):
+            if previous[b, t]:
+                for part in (slice(quarter, 2 * quarter), slice(3 * quarter, 4 * quarter)):
+                    k[b, t, :, part] = k[b, t - 1, :, part]
     if ve is not None:
-        v = v + layer.value_mix[1] * ve.view_as(v)
+        gates = torch.cat((x[..., :8], ve[..., :8]), -1) @ layer.value_gates.T
+        v = v + 2 * gates.sigmoid()[..., None] * ve.view_as(v)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (c.attention_scale if scale is None else scale)
     y = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~mask, -math.inf).softmax(-1), v)
-    return F.linear(y.reshape(B, T, -1), layer.out)
+    output, own = (x[..., :16] @ layer.gates.T).view(B, T, 2, c.num_heads, 1).unbind(2)
+    y = y - own.tanh() * (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True) * v
+    y = y * 2 * output.sigmoid()
+    return y.reshape(B, T, -1) @ layer.out * layer.scales[1]
 
 
 @pytest.mark.parametrize("with_ve", [True, False])
-def test_attention_is_merged_qkv_qk_norm_rotary_and_scale_012(tg, with_ve):
+def test_attention_is_its_formula(tg, with_ve):
     c = small_config()
-    layer = randomise(tg.Attention(c, tg.Layer("long", 0 if with_ve else None, None), torch.float32))
-    assert layer.qkv.shape == (3, c.num_heads * c.head_dim, c.model_dim) and c.attention_scale == 0.12
+    layer = randomise(tg.Attention(c, tg.Layer("long", 0 if with_ve else None, None, None), torch.float32))
     x = torch.randn(2, 32, c.model_dim)
     ve = torch.randn(2, 32, c.num_heads * c.head_dim) if with_ve else None
-    mask = tg.dense_mask(tg.segment_ids(random_tokens(2, 32), EOD), blocks(3), 8)
-    tables = tg.rotary_tables(32, c.head_dim, c.rotary_base, x)
+    segments = tg.segment_ids(random_tokens(2, 32), EOD)
+    mask = tg.dense_mask(segments, blocks(3), 8)._replace(previous_BT=tg.neighbour(segments, 1))
+    tables = tg.rotary_tables(32, c.qk_dim, 24, 1.0, x)
     with torch.no_grad():
-        got, dense = layer(x, ve, mask, tables), mask.dense
-        torch.testing.assert_close(got, attention_by_hand(layer, x, ve, dense, tables, c), rtol=0, atol=1e-5)
-        for other in (dict(qk_norm=False), dict(scale=c.head_dim ** -0.5)):       # it would show
-            assert (got - attention_by_hand(layer, x, ve, dense, tables, c, **other)).abs().max() > 1e-3
+        got = layer(x, ve, mask, tables)
+        told = layer, x, ve, mask.dense, mask.previous_BT, tables, c
+        torch.testing.assert_close(got, attention_by_hand(*told), rtol=0, atol=1e-5)
+        for other in (dict(qk_norm=False), dict(scale=0.25)):                      # it would show
+            assert (got - attention_by_hand(*told, **other)).abs().max() > 1e-3
 
 
-def test_qk_norm_makes_attention_blind_to_the_size_of_queries_and_keys(tg):
+def test_the_forward_pass_is_the_stated_formula(tg):
+    """The whole network again, in plain words: stem, skip, x0, value tables, late source, blocks, head."""
+    model, tokens = randomise(small_model()), random_tokens(2, 64)
+    c, table = model.config, tg.layer_table(model.config)
+    segments = tg.segment_ids(tokens, EOD)
+    masks = {"long": tg.dense_mask(segments, blocks(4), 8).dense, "short": tg.dense_mask(segments, blocks(2), 8).dense}
+    before = tg.neighbour(segments, 1)
+    previous = {"long": before, "short": torch.zeros_like(before)}
+    rotary = tg.rotary_tables(64, c.qk_dim, 8, 1.0, model.embed)
+
+    def skip(x, source, i):
+        return x + model.skip_weights[i] * 2 * (x[..., :16] @ model.skip_gates[i].T).sigmoid() * source
+    with torch.no_grad():
+        e = model.embed[tokens.long()]
+        older = torch.cat((torch.zeros_like(e[:, :1]), e[:, :-1]), 1) * before[..., None]
+        e = e + model.smear * (e[..., :16] @ model.smear_gates.T).sigmoid() * older
+        ids, signs = tg.ngram_ids(tokens, segments, c.table_orders, c.table_rows)
+        ngram = sum(model.ngrams[ids[j]] * model.sign_pool[signs[j]] for j in range(2))
+        x0 = rms(e)
+        x, xs, normed, norms = x0 + model.ngram_mix * ngram, [], None, []
+        normed = rms(x)
+        ves = model.value_embeds[tokens.long()].view(2, 64, 2, -1)
+        for layer, block in zip(table, model.blocks):
+            if layer.skip_from is not None:
+                x = skip(x, xs[layer.skip_from], 0)
+            source = normed if layer.source is None else norms[layer.source]
+            x = block.mix[0] * x + block.mix[1] * x0 + block.mix[2] * ngram
+            if layer.attention:
+                ve = None if layer.value_table is None else ves[:, :, layer.value_table]
+                x = x + attention_by_hand(block.attention, source, ve, masks[layer.attention],
+                                          previous[layer.attention], rotary, c)
+            x = x + (rms(x) @ block.up.T).clamp(min=0) ** 2 @ block.down * block.mlp_scale
+            normed = rms(x)
+            xs.append(x)
+            norms.append(normed)
+        z = rms(skip(x, xs[c.late_source], 1)) @ model.head.T
+        wanted = 23 / (1 + torch.exp(-(z + 5) / 7.5))
+    torch.testing.assert_close(logits(model, tokens, 4), wanted, rtol=0, atol=1e-4)
+    targets = random_tokens(2, 64, seed=4)
+    targets[0, :5] = -1
+    loss = F.cross_entropy(wanted.flatten(0, 1), targets.flatten().long(), ignore_index=-1, reduction="sum")
+    assert float(model(tokens, targets, view(4))) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_gates_begin_neutral(tg):
+    """At init, attention is softmax(qk) v with the whole value embedding, no own-value correction, no output gate."""
+    model = small_model()
+    block, c = model.blocks[1], model.config
+    x, ve = torch.randn(1, 16, 32), torch.randn(1, 16, 32)
+    mask = model.masks(torch.zeros(1, 16, dtype=torch.int32), 100)["short"]
+    tables = tg.rotary_tables(16, c.qk_dim, 24, 1.0, x)
+    with torch.no_grad():
+        found = block.attention(x, ve, mask, tables)
+        q, k = F.linear(x, block.attention.qk.flatten(0, 1)).view(1, 16, 2, 2, 8).unbind(2)
+        v = 0.5 * F.linear(x, block.attention.value).view(1, 16, 2, 16) + ve.view(1, 16, 2, 16)
+        q, k = (tg.rotate(tg.norm(t), tables) for t in (q, k))
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=0.1)
+        torch.testing.assert_close(found, y.transpose(1, 2).flatten(2) @ block.attention.out, rtol=1e-4, atol=1e-5)
+    gates = [name for name, p in model.named_parameters() if name.endswith("gates") and p.any()]
+    assert not gates and not model.smear.any()
+
+
+def test_qk_norm_makes_attention_blind_to_the_size_of_queries_and_keys():
     model, tokens = randomise(small_model()), random_tokens(1, 64)
     before = logits(model, tokens)
     with torch.no_grad():
         for block in model.blocks:
             if block.attention is not None:
-                block.attention.qkv[:2] *= 7.0
+                block.attention.qk *= 7.0
     torch.testing.assert_close(logits(model, tokens), before, rtol=0, atol=2e-4)
 
 
-# ---- shortcuts -------------------------------------------------------------------------------------------------------
-
-
-def test_every_scalar_changes_what_the_model_says():
-    """x0 injection, value embeddings and U-net skips are live in every layer that has them."""
+def test_every_number_of_every_parameter_kind_changes_what_the_model_says():
+    """Each scalar by itself, each matrix and table as a whole: no path is dead."""
     model, tokens = randomise(small_model()), random_tokens(2, 64)
-    before, scalars = logits(model, tokens), []
+    before, generator, seen = logits(model, tokens), torch.Generator().manual_seed(5), set()
     for name, p in model.named_parameters():
-        if p.ndim > 1:
-            continue
-        for i in range(p.numel()):
-            if name == "blocks.0.mix":
-                continue                        # there x is x0: both scalars are only a factor
-            with torch.no_grad():
-                p.view(-1)[i] += 0.25
-                assert (logits(model, tokens) - before).abs().max() > 1e-4, (name, i)
-                p.view(-1)[i] -= 0.25
-            scalars.append(name)
-    mixes, values = [n for n in scalars if n.endswith(".mix")], [n for n in scalars if n.endswith("value_mix")]
-    assert len(mixes) == 10 and len(values) == 4 * 2 + 1         # layer 3 has no attention, layer 2 no table
-    assert [n for n in scalars if n.endswith("skip_weight")] == [f"blocks.{i}.skip_weight" for i in (3, 4, 5)]
-
-
-def test_each_table_and_matrix_changes_what_the_model_says():
-    model, tokens = randomise(small_model()), random_tokens(2, 64)
-    before = logits(model, tokens)
-    generator = torch.Generator().manual_seed(5)
-    for name, p in model.named_parameters():
-        if p.ndim < 2:
-            continue
         saved = p.detach().clone()
-        with torch.no_grad():
-            p.add_(0.3 * torch.randn(p.shape, generator=generator) * (1 if "embed" in name else p.size(-1) ** -0.5))
-            assert (logits(model, tokens) - before).abs().max() > 1e-3, name
-            p.copy_(saved)
+        for i in range(p.numel()) if p.ndim < 2 else [None]:
+            with torch.no_grad():
+                if i is None:
+                    noise = torch.randn(p.shape, generator=generator)
+                    p.add_(0.3 * noise * (1 if "embed" in name or name == "ngrams" else p.size(-1) ** -0.5))
+                else:
+                    p.view(-1)[i] += 0.25
+                assert (logits(model, tokens) - before).abs().max() > 1e-4, (name, i)
+                p.copy_(saved)
+        seen.add(name.split(".")[-1])
+    assert seen == {"embed", "value_embeds", "ngrams", "smear", "ngram_mix", "smear_gates", "skip_weights",
+                    "skip_gates", "head", "qk", "value", "out", "scales", "gates", "value_gates", "up", "down",
+                    "mlp_scale", "mix"}
 
 
-def test_the_forward_pass_is_the_stated_formula(tg):
-    """The whole network again, in plain words: embeddings, skips, x0, value tables, blocks, norm, head, softcap."""
-    model, tokens = randomise(small_model()), random_tokens(2, 64)
-    c, table = model.config, tg.layer_table(model.config)
-    segments = tg.segment_ids(tokens, EOD)
-    masks = {"long": tg.dense_mask(segments, blocks(4), 8).dense, "short": tg.dense_mask(segments, blocks(2), 8).dense}
-    rotary = tg.rotary_tables(64, c.head_dim, c.rotary_base, model.embed)
-
-    def rms(x):
-        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
-    with torch.no_grad():
-        bigrams, trigrams = tg.ngram_ids(tokens, segments, c.ngram_rows, EOD)
-        x0 = rms(model.embed[tokens.long()] + model.ngrams[0][bigrams] + model.ngrams[1][trigrams])
-        x, outputs = x0, []
-        for layer, block in zip(table, model.blocks):
-            if layer.skip_from is not None:
-                x = x + block.skip_weight * outputs[layer.skip_from]
-            x = block.mix[0] * x + block.mix[1] * x0
-            if layer.attention:
-                ve = None if layer.value_table is None else model.value_embeds[layer.value_table][tokens.long()]
-                x = x + attention_by_hand(block.attention, rms(x), ve, masks[layer.attention], rotary, c)
-            x = x + (rms(x) @ block.mlp.up.T).clamp(min=0) ** 2 @ block.mlp.down.T           # ReLU^2
-            outputs.append(x)
-        z = rms(x) @ model.head.T
-        wanted = 15 * torch.tanh(z / 15)
-    torch.testing.assert_close(logits(model, tokens, blocks(4)), wanted, rtol=0, atol=1e-4)
-    targets = random_tokens(2, 64, seed=4)
-    targets[0, :5] = -1
-    loss = F.cross_entropy(wanted.flatten(0, 1), targets.flatten().long(), ignore_index=-1, reduction="sum")
-    with torch.no_grad():
-        assert float(model(tokens, targets, blocks(4))) == pytest.approx(float(loss), rel=1e-5)
+def test_long_layers_take_half_of_each_key_from_the_token_before(tg):
+    model = small_model()
+    tokens = torch.tensor([[EOD, 1, 2, EOD, 3, 4, 5, 6]], dtype=torch.int32)
+    masks = model.masks(tg.segment_ids(tokens, EOD), 2)
+    assert masks["long"].previous_BT.tolist() == [[False, True, True, False, True, True, True, True]]
+    assert not masks["short"].previous_BT.any()
 
 
-def test_training_with_the_fused_head_gives_the_gradients_of_the_plain_one(tg):
-    """The path of a GPU, uncompiled: HeadLoss over head_gradients instead of plain_loss."""
-    model, tokens, targets = randomise(small_model()), random_tokens(2, 64), random_tokens(2, 64, seed=4)
-    found = []
-    for fused in (False, True):
-        model.kernels = tg.Kernels(compile=fused)
-        loss = model(tokens, targets, WIDE) / 128
-        found.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
-    for a, b in zip(*found):
-        assert (a - b).norm() <= 2e-5 * a.norm() + 1e-9
-    asked = []
-
-    def look(x, w, targets, softcap, fp8):
-        asked.append(fp8)
-        return tg.head_gradients(x, w, targets, softcap, False)
-    model.head_gradients = look
-    for fp8 in (True, False):                   # training takes fp8 where the device has it
-        model.kernels = tg.Kernels(compile=True, fp8=fp8)
-        model(tokens, targets, WIDE)
-    assert asked == [True, False]
-    model.eval()
-    model.head_gradients = None                 # evaluation uses the plain one
-    assert float(model(tokens, targets, WIDE).detach() / 128) == pytest.approx(float(found[0][0]), rel=1e-6)
+# ---- n-grams and further targets -------------------------------------------------------------------------------------
 
 
-# ---- tables, initialisation, parameters ------------------------------------------------------------------------------
+@pytest.mark.parametrize("orders", [(2, 3), (2, 3, 4)])
+def test_ngram_ids_depend_on_the_last_n_tokens_of_the_document_alone(tg, orders):
+    tokens = random_tokens(3, 64, every=9)
+    ids, signs = tg.ngram_ids(tokens, tg.segment_ids(tokens, EOD), orders, 500)
+    segments, seen = (tokens == EOD).cumsum(1), {}
+    for j, order in enumerate(orders):
+        for b in range(3):
+            for t in range(64):
+                if t < order - 1 or segments[b, t - order + 1] != segments[b, t]:
+                    assert ids[j, b, t] == len(orders) * 500
+                else:
+                    assert j * 500 <= ids[j, b, t] < (j + 1) * 500
+                    key, found = (j, *tokens[b, t - order + 1:t + 1].tolist()), (int(ids[j, b, t]), int(signs[j, b, t]))
+                    assert seen.setdefault(key, found) == found                     # the same tokens, the same row
+    assert len(set(seen.values())) > 0.9 * len(seen)                                # other tokens, another row
 
 
-def test_the_topology_of_record_20(tg):
-    table = tg.layer_table(tg.Config())
-    assert [layer.attention for layer in table] == [
-        "long", "short", "short", "short", "long", "short", "short", None, "short", "short", "short", "long"]
-    assert [layer.value_table for layer in table] == [0, 1, 2] + [None] * 6 + [0, 1, 2]
-    assert [layer.skip_from for layer in table] == [None] * 6 + [5, 4, 3, 2, 1, 0]
+def test_further_targets_end_with_the_segment(tg):
+    tokens = torch.tensor([[EOD, 1, 2, EOD, 3, 4, 5, 6]], dtype=torch.int32)
+    targets = torch.tensor([[1, 2, EOD, 3, 4, 5, 6, 7]], dtype=torch.int32)
+    rows = tg.further_targets(targets, tg.segment_ids(tokens, EOD), 3)[:, 0]
+    assert torch.equal(rows[0], targets[0])
+    assert rows[1].tolist() == [2, EOD, -1, 4, 5, 6, 7, -1]       # the successor of a segment's last token counts
+    assert rows[2].tolist() == [EOD, -1, -1, 5, 6, 7, -1, -1]
 
 
-def test_topologies_of_other_depths_keep_the_pattern(tg):
-    def table(**changes):
-        return tg.layer_table(tg.Config(**{**dict(long_layers=(), no_attention_layers=()), **changes}))
-    assert [layer.skip_from for layer in table(num_layers=5, num_value_tables=2)] == [None, None, None, 1, 0]
-    assert [layer.value_table for layer in table(num_layers=5, num_value_tables=2)] == [0, 1, None, 0, 1]
-    assert [layer.skip_from for layer in table(num_layers=1, num_value_tables=0)] == [None]
-    assert [layer.value_table for layer in table(num_layers=3, num_value_tables=0)] == [None] * 3
-    assert table(num_layers=4, num_value_tables=1, no_attention_layers=(0,))[0].value_table is None
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+
+def loss_and_gradients(model, tokens, targets, asked):
+    model.zero_grad()
+    loss = model(tokens, targets, asked._replace(training=True))
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    if model.ngrams.touched:
+        found["ngrams"] = model.ngrams.touched[0][1].grad.clone()
+        model.ngrams.touched.clear()
+    return loss.item(), found
+
+
+@pytest.mark.parametrize("correction", (0.0, 1.0))
+def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax(correction):
+    model = randomise(small_model(negatives_correction=correction, pool_rows=2))
+    tokens, targets = random_tokens(4, 64), random_tokens(4, 64, seed=5)
+    asked = view(4, weights=(1.0, 0.5, 0.25))
+    full, wanted = loss_and_gradients(model, tokens, targets, asked)
+    sampled, found = loss_and_gradients(model, tokens, targets, asked._replace(candidates=384, pool=3))
+    assert sampled == pytest.approx(full, rel=1e-6)
+    assert "ngrams" in found
+    for name, g in wanted.items():
+        torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-6 * float(g.abs().max() + 1))
+
+
+def test_fewer_candidates_give_a_smaller_loss_and_leave_other_rows_of_the_head_alone(tg):
+    model = randomise(small_model(pool_rows=2))
+    tokens, targets = random_tokens(4, 64), random_tokens(4, 64, seed=5)
+    full, wanted = loss_and_gradients(model, tokens, targets, view(4))
+    sampled, found = loss_and_gradients(model, tokens, targets, view(4, candidates=128, pool=7))
+    assert sampled < full
+    used = set()
+    for i in range(2):
+        used |= set(tg.candidate_set(targets[2 * i:2 * i + 2], 384, 128, (7 + i) * 128)[0].tolist())
+    touched = set(found["head"].abs().sum(1).nonzero().flatten().tolist())
+    assert touched == used and len(used) < 384 == int((wanted["head"].abs().sum(1) > 0).sum())
 
 
 @pytest.mark.parametrize("vocab, wanted", [(61, math.log(128)), (50_257, 10.8258)])
-def test_the_loss_at_initialisation_is_the_log_of_the_padded_vocabulary(vocab, wanted):
+@pytest.mark.parametrize("training", (True, False))
+def test_the_loss_at_initialisation_is_the_log_of_the_padded_vocabulary(vocab, wanted, training):
     model = small_model(vocab_size=vocab)
     tokens, targets = random_tokens(1, 64), random_tokens(1, 64, seed=1)
-    with torch.no_grad():
-        assert float(model(tokens, targets, WIDE)) / 64 == pytest.approx(wanted, abs=5e-5)
+    loss = model(tokens, targets, view(training=training)).item()
+    assert loss / 64 == pytest.approx(wanted, abs=5e-5)
 
 
-def test_output_projections_and_head_begin_at_zero_and_the_rest_within_its_bounds():
-    model = small_model(model_dim=64, mlp_dim=256)
-    for name, p in model.named_parameters():
-        p = p.detach()
-        if name.endswith((".out", ".down", "head")) or name.startswith("ngrams"):
-            assert bool((p == 0).all()), name
-        elif name.endswith((".qkv", ".up")):
-            bound = 3 ** 0.5 * 0.5 / p.size(-1) ** 0.5
-            assert p.abs().max() <= bound and p.std() == pytest.approx(0.5 / p.size(-1) ** 0.5, rel=0.05), name
-        elif "embed" in name:
-            assert float(p.std()) == pytest.approx(1.0, rel=0.05) and abs(p.mean()) < 0.05, name
-        elif name.endswith("value_mix"):
-            assert p.tolist() == [0.5] * p.numel(), name
-        elif name.endswith(".mix"):
-            assert p.tolist() == [1.0, 0.0], name
-        else:
-            assert name.endswith("skip_weight") and float(p) == 1.0, name
+def test_training_with_the_fused_head_gives_the_gradients_of_the_plain_one(tg):
+    """The path of a GPU, uncompiled: HeadLoss over head_gradients instead of the reference."""
+    model, tokens, targets = randomise(small_model()), random_tokens(2, 64), random_tokens(2, 64, seed=4)
+    asked, found = view(weights=(1.0, 0.5), training=True), []
+    for fused in (False, True):
+        model.kernels = tg.Kernels(compile=fused)
+        loss, gradients = loss_and_gradients(model, tokens, targets, asked)
+        found.append((torch.tensor(loss), *gradients.values()))
+    for a, b in zip(*found):
+        assert (a - b).norm() <= 2e-5 * a.norm() + 1e-6
+    seen = []
+
+    def look(x, w, bias, targets, weights, squash, fp8):
+        seen.append(fp8)
+        return tg.head_gradients(x, w, bias, targets, weights, squash, False)
+    model.head_gradients = look
+    for fp8 in (True, False):                   # training takes fp8 where the device has it
+        model.kernels = tg.Kernels(compile=True, fp8=fp8)
+        model(tokens, targets, asked)
+    assert seen == [True, True, False, False]                                      # one call for each of the two pools
+    model.head_gradients = None                 # validation uses the plain one
+    model(tokens, targets, view())
 
 
-def test_head_and_embedding_are_untied():
-    model, tokens = randomise(small_model()), random_tokens(1, 64)
-    assert model.head.untyped_storage().data_ptr() != model.embed.untyped_storage().data_ptr()
-    hidden = model.hidden(tokens, WIDE)
-    with torch.no_grad():
-        model.head.add_(1.0)
-    assert torch.equal(model.hidden(tokens, WIDE), hidden)
-
-
-def test_the_embedding_is_normed_before_the_first_block():
-    model, tokens = randomise(small_model()), random_tokens(1, 64)
-    before = logits(model, tokens)
-    with torch.no_grad():
-        for table in (model.embed, *model.ngrams):
-            table.mul_(10.0)
-    torch.testing.assert_close(logits(model, tokens), before, rtol=0, atol=1e-4)
-
-
-def test_every_parameter_is_claimed_once_and_routed_by_its_role(tg):
-    c, model = small_config(lr_matrix=0.1, lr_embed=0.2, lr_head=0.3, lr_scalar=0.4, lr_ngram=0.5), small_model()
-    groups = tg.param_groups(c, model)
-    names = [name for group in groups for name in group["params"]]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    for group in groups:
-        for name, p in group["params"].items():
-            if name == "head":
-                wanted = ("head", "adam", 0.3)
-            elif name == "embed" or name.startswith("value_embeds"):
-                wanted = (name.partition(".")[0], "adam", 0.2)
-            elif name.startswith("ngrams"):
-                wanted = ("ngrams", "adam", 0.5)
-            elif p.ndim < 2:
-                wanted = ("scalars", "adam", 0.4)
-            else:
-                wanted = (group["name"], "muon", 0.1)
-            assert (group["name"], group["kind"], group["lr"]) == wanted, name
-        assert group["betas"] == (c.adam_beta1, c.adam_beta2) and group["eps"] == c.adam_eps
-        if group["kind"] == "muon":
-            assert len({p.shape[-2:] for p in group["params"].values()}) == 1         # one batched kernel
-
-
-def test_a_parameter_without_a_row_or_with_two_raises(tg, monkeypatch):
-    c, model = small_config(), small_model()
-    model.blocks[1].gate = nn.Parameter(torch.zeros(3))
-    for use in (tg.param_groups, tg.init_weights):
-        with pytest.raises(ValueError, match="blocks.1.gate has 0 rows"):
-            use(c, model)
-    del model.blocks[1].gate
-    tg.param_groups(c, model)
-    rows = tg.families(c)
-    monkeypatch.setattr(tg, "families", lambda c: rows + [rows[0]._replace(pattern="head|embed")])
-    with pytest.raises(ValueError, match="embed has 2 rows"):
-        tg.param_groups(c, model)
+def test_validation_runs_with_gradients_on_and_keeps_nothing():
+    """The same modes as training, so that no graph is compiled for it; no row is recorded, the loss has no graph."""
+    model, tokens = randomise(small_model()), random_tokens(2, 64)
+    modes = []
+    block = model.blocks[0]
+    block.register_forward_hook(lambda *args: modes.append((torch.is_grad_enabled(), args[2][0].requires_grad)))
+    loss = model(tokens, tokens, view())
+    assert not loss.requires_grad and not model.ngrams.touched
+    model(tokens, tokens, view(training=True)).backward()
+    assert len(model.ngrams.touched) == 1 and modes == [(True, True)] * 2 and model.training
 
 
 def test_no_memory_grows_through_validation():
-    """A forward pass without gradients leaves nothing on the model: no graph, no cache beyond one table a length."""
+    """A forward pass for its loss alone leaves nothing on the model: no graph, no cache beyond one table a length."""
     import gc
-    model, tokens = randomise(small_model()).eval(), random_tokens(1, 64)
+    model, tokens = randomise(small_model()), random_tokens(1, 64)
 
     def tensors():
-        with torch.no_grad():
-            model(tokens, tokens, blocks(3))
+        model(tokens, tokens, view(3))
         gc.collect()
         return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
     tensors()
     assert tensors() == tensors()
 
 
-# ---- generation ------------------------------------------------------------------------------------------------------
+# ---- tables, initialisation, parameters ------------------------------------------------------------------------------
 
 
-class FixedLogits:
-    """Stands for a model: padded ids first by far, then ids in falling order."""
-
-    def __init__(self, config):
-        self.config, self.embed, self.calls = config, torch.zeros(1), []
-
-    def __call__(self, row, targets, window):
-        self.calls.append((row.clone(), int(window)))
-        z = torch.linspace(5, 0, self.config.padded_vocab)
-        z[self.config.vocab_size:] = 100
-        return z.expand(*row.shape, -1)
+def test_the_topology_of_the_record(tg):
+    table = tg.layer_table(tg.Config())
+    assert [row.source for row in table] == [None] * 8 + [7] * 3
+    assert [row.value_table for row in table] == [None, 0, 1, None, None, None, None, None, 2, 3, 4]
+    kinds = ["short"] * 3 + ["long"] + ["short"] * 2 + [None] + ["short"] * 3 + ["long"]
+    assert [row.attention for row in table] == kinds
+    assert [row.skip_from for row in table] == [None] * 6 + [3] + [None] * 4
 
 
-def test_generation_never_draws_padded_ids(tg):
-    model = FixedLogits(small_config(vocab_size=61))
-    drawn = tg.generate(model, [EOD, 3], 60, seed=3)[2:]
-    assert max(drawn) < 61 and len(set(drawn)) > 5
-    assert all(window == model.config.window_tokens // model.config.block_tokens for _, window in model.calls)
-    assert all(row.size(1) % 8 == 0 and row.size(1) <= 64 for row, _ in model.calls)
-    assert set(tg.generate(model, [1], 40, top_k=2)[1:]) == {0, 1}
-    assert tg.generate(model, [1], 5, temperature=0.0)[1:] == [0] * 5
+def test_few_kinds_of_blocks_are_compiled(tg):
+    """A kind is what makes a graph of its own: attention or not, value embedding or not."""
+    kinds = {(row.attention is not None, row.value_table is not None) for row in tg.layer_table(tg.Config())}
+    assert len(kinds) == 3
 
 
-def test_generation_reads_the_logits_of_the_last_token_and_repeats_with_its_seed(tg):
-    model = randomise(small_model()).eval()
-    prompt = [EOD, 5, 9]
-    text = tg.generate(model, prompt, 3, temperature=0.0)
-    for n in (3, 4, 5):
-        row = torch.tensor([text[:n]], dtype=torch.int32)
-        assert text[n] == int(logits(model, F.pad(row, (0, 8 - n), value=7))[0, n - 1, :61].argmax())
-    assert tg.generate(model, prompt, 20, seed=1) == tg.generate(model, prompt, 20, seed=1)
-    assert tg.generate(model, prompt, 20, seed=1) != tg.generate(model, prompt, 20, seed=2)
-    assert len(tg.generate(model, prompt, 80)) == 83            # past the length of a row
+def test_each_family_begins_where_it_should():
+    model = small_model(model_dim=64, mlp_dim=256, vocab_size=1000)
+    wanted = {"mix": [1.1, 0.0, 0.05], "ngram_mix": [0.05], "scales": [0.5, 1.0], "mlp_scale": [1.0],
+              "skip_weights": [0.18, -0.5], "smear": [0.0]}
+    for name, p in model.named_parameters():
+        p, last = p.detach(), name.split(".")[-1]
+        if last in wanted:
+            assert p.flatten().tolist() == pytest.approx(wanted[last]), name
+        elif last in ("down", "head", "ngrams") or last.endswith("gates"):
+            assert not p.any(), name
+        elif last in ("qk", "value", "out", "up"):
+            bound = 3 ** 0.5 * 0.5 / p.size(-1) ** 0.5
+            assert p.abs().max() <= bound and p.std() == pytest.approx(0.5 / p.size(-1) ** 0.5, rel=0.05), name
+        else:
+            assert float(p.std()) == pytest.approx({"embed": 1.0, "value_embeds": 0.01}[name], rel=0.05)
+            assert abs(float(p.mean())) < 0.05 * float(p.std())
 
 
-def test_ngram_rows_hash_the_last_tokens_of_the_segment(tg):
-    tokens = random_tokens(2, 40, vocab=4)
-    segments = tg.segment_ids(tokens, EOD)
-    bigrams, trigrams = tg.ngram_ids(tokens, segments, (1009, 10_007), EOD)
-    for ids, length, rows in ((bigrams, 2, 1009), (trigrams, 3, 10_007)):
-        assert int(ids.min()) >= 0 and int(ids.max()) < rows
-        seen = {}
-        for b in range(2):
-            for t in range(40):
-                history = tuple(int(tokens[b, t - k]) if t >= k and segments[b, t - k] == segments[b, t] else EOD
-                                for k in range(length))
-                assert seen.setdefault(history, int(ids[b, t])) == int(ids[b, t])       # the same tokens, the same row
-        assert len(set(seen.values())) > 0.9 * len(seen)                                # other tokens, another row
+def test_head_and_embedding_are_untied():
+    model, tokens = randomise(small_model()), random_tokens(1, 64)
+    assert model.head.untyped_storage().data_ptr() != model.embed.untyped_storage().data_ptr()
+    segments = torch.zeros_like(tokens)
+    hidden = model.hidden(tokens, segments, view())
+    with torch.no_grad():
+        model.head.add_(1.0)
+    assert torch.equal(model.hidden(tokens, segments, view()), hidden)
+
+
+def test_every_parameter_is_in_one_bank_and_routed_by_its_role(tg):
+    c, model = small_config(lr_matrix=0.1, lr_embed=0.2, lr_head=0.3, lr_scalar=0.4, lr_table=0.5), small_model()
+    groups = tg.param_groups(c, model)
+    names = [name for group in groups for name in group["params"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    for group in groups:
+        for name, p in group["params"].items():
+            last = name.split(".")[-1]
+            if last in ("embed", "value_embeds"):
+                wanted = (last, "adam", 0.2)
+            elif last == "ngrams":
+                wanted = ("ngrams", "rows", 0.5)
+            elif last == "head" or last.endswith("gates"):
+                wanted = ("head" if last == "head" else "gates", "adam", 0.3)
+            elif p.ndim < 2:
+                wanted = ("scalars", "adam", 0.4)
+            else:
+                bank = {"up": "mlp_up", "down": "mlp_down", "qk": "qk"}.get(last, "value_out")
+                wanted = (bank, "muon", 0.2 if last == "down" else 0.1)
+            assert (group["name"], group["kind"], group["lr"]) == wanted, name
+        if group["kind"] == "muon":
+            assert len({p.shape[-2:] for p in group["params"].values()}) == 1         # one batched kernel
+    tails = {group["name"] for group in groups if group["tail"]}
+    assert tails == {"embed", "head", "qk", "value_out", "mlp_up", "mlp_down"}        # large tables are never averaged
+
+
+def test_a_parameter_of_no_bank_raises(tg):
+    c, model = small_config(), small_model()
+    model.blocks[1].other = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="blocks.1.other belongs to 0 banks"):
+        tg.param_groups(c, model)
+    del model.blocks[1].other
+    assert tg.param_groups(c, model)
+
+
+@pytest.mark.parametrize("changes", (dict(table_rows=0), dict(value_layers=()), dict(skip=()), dict(qk_dim=16),
+                                     dict(table_orders=(2,)), dict(late_source=4), dict(num_heads=1, head_dim=32)))
+def test_pieces_can_be_taken_out_by_a_number(tg, changes):
+    model, tokens = small_model(**changes), random_tokens(2, 64)
+    groups = tg.param_groups(model.config, model)
+    assert sum(len(group["params"]) for group in groups) >= len(list(model.parameters())) - 1
+    loss = model(tokens, tokens, view(training=True))
+    loss.backward()
+    assert math.isfinite(float(loss))

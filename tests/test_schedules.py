@@ -1,74 +1,92 @@
-"""Room 7: step -> rate, momentum, window, rows; values at the borders."""
+"""Room 7: step -> stage, rows, rate, momentum, candidates, further targets, average; values at the borders."""
 import pytest
 from model_helpers import replaced
 
 
-def test_the_rate_is_flat_and_then_falls_linearly_to_a_tenth(tg):
-    c = tg.Config(num_steps=1000)
+@pytest.fixture
+def one_stage(tg, monkeypatch):
+    """A single stage without factors, so that the run's own schedules stand alone."""
+    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 1.0, 1.0, 0, 4, 0.0, ()),))
+
+
+def test_the_rate_is_flat_and_then_falls_linearly_to_its_floor(tg, one_stage):
+    c = tg.Config(num_steps=1000, cooldown_frac=0.4, lr_floor=0.1)
     assert tg.lr_scale_at(c, 0) == tg.lr_scale_at(c, 300) == 1.0
     assert tg.lr_scale_at(c, 600) == pytest.approx(1.0)
     assert tg.lr_scale_at(c, 601) < 1.0
     assert tg.lr_scale_at(c, 800) == pytest.approx(0.5 + 0.5 * 0.1)
-    assert tg.lr_scale_at(c, 900) == pytest.approx(0.25 + 0.75 * 0.1)
     assert tg.lr_scale_at(c, 1000) == pytest.approx(0.1)
     steps = [tg.lr_scale_at(c, s) - tg.lr_scale_at(c, s + 1) for s in range(600, 1000)]
     assert max(steps) == pytest.approx(min(steps), rel=1e-6)
 
 
-def test_without_a_cooldown_the_rate_stays(tg):
+def test_without_a_cooldown_the_rate_stays(tg, one_stage):
     c = tg.Config(num_steps=10, cooldown_frac=0.0)
     assert [tg.lr_scale_at(c, s) for s in range(11)] == [1.0] * 11
 
 
-def test_a_cooldown_over_the_whole_run_begins_at_step_0(tg):
+def test_a_cooldown_over_the_whole_run_begins_at_step_0(tg, one_stage):
     c = tg.Config(num_steps=10, cooldown_frac=1.0, lr_floor=0.0)
     assert [tg.lr_scale_at(c, s) for s in range(11)] == pytest.approx([1 - s / 10 for s in range(11)])
 
 
-def test_momentum_warms_up_from_085_to_095_over_300_steps(tg):
-    c = tg.Config()
+def test_momentum_rises_over_a_quarter_of_the_run_and_falls_at_its_end(tg):
+    c = tg.Config(num_steps=1000)
     assert tg.momentum_at(c, 0) == 0.85
-    assert tg.momentum_at(c, 150) == pytest.approx(0.90)
-    assert tg.momentum_at(c, 300) == tg.momentum_at(c, 1392) == pytest.approx(0.95)
-    assert tg.momentum_at(replaced(c, momentum_warmup_steps=0), 0) == pytest.approx(0.95)
-
-
-def test_the_window_grows_block_by_block_from_128_to_1792_tokens(tg):
-    c = tg.Config()
-    windows = [tg.window_blocks_at(c, s) for s in range(c.num_steps + 1)]
-    assert windows[0] == 1 and windows[-1] == windows[-2] == 14
-    assert {b - a for a, b in zip(windows, windows[1:])} == {0, 1}
-    assert set(windows) == set(range(1, 15))
-    held = [windows[:-1].count(n) for n in range(1, 15)]
-    assert max(held) - min(held) <= 2          # at an even pace
-
-
-def test_validation_after_the_last_step_sees_the_whole_window(tg):
-    for name in tg.PRESETS:
-        c = tg.parse_config([f"--preset={name}"])[0]
-        assert tg.window_blocks_at(c, c.num_steps) == c.window_tokens // c.block_tokens
+    assert tg.momentum_at(c, 125) == pytest.approx(0.90)
+    assert tg.momentum_at(c, 250) == tg.momentum_at(c, 960) == pytest.approx(0.95)
+    assert tg.momentum_at(c, 980) == pytest.approx(0.90) and tg.momentum_at(c, 1000) == pytest.approx(0.85)
 
 
 def test_every_step_has_its_stage_and_batch(tg, monkeypatch):
-    stages = (tg.Stage(0.25, batch=0.5, max_doc_tokens=32, window=(0.0, 0.5), lr=2.0),
-              tg.Stage(0.75, window=(0.5, 1.0)), tg.Stage(1.0, batch=1.5, window=(1.0, 1.0), lr=0.5))
-    monkeypatch.setitem(tg.STAGES, "three", stages)
-    c = tg.Config(stages="three", num_steps=80, cooldown_frac=0.0)
+    stages = (tg.Stage(0.25, 0.5, 2.0, 32, 3, 0.2, ((1.0, 0.5), (0.5, 0.0))),
+              tg.Stage(0.75, 1.0, 1.0, 0, 5, 0.5, ((0.5, 0.0), (0.0, 0.0))),
+              tg.Stage(1.0, 1.5, 0.5, 0, 7, 0.0, ((0.0, 0.0), (0.0, 0.0))))
+    monkeypatch.setattr(tg, "STAGES", stages)
+    c = tg.Config(num_steps=80, cooldown_frac=0.0)
     assert [tg.stage_at(c, s)[0] for s in (0, 19, 20, 59, 60, 79, 80)] == [stages[i] for i in (0, 0, 1, 1, 2, 2, 2)]
     assert [tg.stage_at(c, s)[1] for s in (0, 10, 20, 40, 60, 70, 80)] == pytest.approx([0, .5, 0, .5, 0, .5, 1.0])
     assert [tg.rows_at(c, s) for s in (0, 19, 20, 60)] == [16, 16, 32, 48]
     assert [tg.lr_scale_at(c, s) for s in (0, 20, 60)] == [2.0, 1.0, 0.5]
-    assert [tg.window_blocks_at(c, s) for s in (0, 10, 20, 40, 59, 60, 80)] == [1, 4, 7, 11, 14, 14, 14]
+    assert [tg.target_weights_at(c, s) for s in (0, 10, 40, 60)] == [
+        (1.0, 1.0, 0.5), (1.0, 0.75, 0.25), (1.0, 0.25, 0.0), (1.0, 0.0, 0.0)]
+    assert [tg.candidates_at(c, s) for s in (0, 20, 60)] == [10_112, 25_216, 0]           # multiples of 128
 
 
-def test_the_batch_is_never_empty(tg, monkeypatch):
-    monkeypatch.setitem(tg.STAGES, "small", (tg.Stage(1.0, batch=0.01),))
-    assert tg.rows_at(tg.Config(stages="small", num_steps=8), 0) == 1
+def test_the_batch_is_never_empty_and_a_small_vocabulary_is_taken_whole(tg, monkeypatch):
+    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 0.01, 1.0, 0, 3, 0.5, ()),))
+    assert tg.rows_at(tg.Config(num_steps=8), 0) == 1
+    assert tg.candidates_at(tg.Config(vocab_size=100), 0) == 128
+
+
+def test_the_sprint_takes_about_71_million_tokens_in_three_sizes_of_steps(tg):
+    c = tg.parse_config(["--preset=sprint"])[0]
+    rows = [tg.rows_at(c, step) for step in range(c.num_steps)]
+    assert sorted(set(rows)) == [4, 8, 16] and 70e6 < sum(rows) * c.row_tokens < 72e6
+    assert tg.candidates_at(c, 0) == 10_112 and tg.candidates_at(c, c.num_steps - 1) == 0
+    full = sum(n for step, n in enumerate(rows) if not tg.candidates_at(c, step)) / sum(rows)
+    assert 0.08 < full < 0.15
+    assert tg.target_weights_at(c, 0) == (1.0, 0.5, 0.25)
+    assert tg.target_weights_at(c, c.num_steps - 1) == (1.0, 0.0, 0.0)
+    assert tg.lr_scale_at(c, 0) == 0.71 and tg.lr_scale_at(c, c.num_steps) == pytest.approx(1.41 * 0.3)
+
+
+def test_the_record_shares_its_rows_among_eight_ranks(tg):
+    c = tg.Config()
+    assert {tg.rows_at(c, step) for step in range(c.num_steps)} == {8, 16, 32}
+    assert all(n // 8 % c.pool_rows == 0 for n in (8, 16, 32))
+
+
+def test_the_tail_begins_with_a_copy_and_has_a_third_of_its_length_as_time_constant(tg):
+    c = tg.Config(num_steps=400)
+    rates = [tg.tail_rate_at(c, step) for step in range(400)]
+    assert rates[:299] == [0.0] * 299 and rates[299] == 1.0 and rates[300:] == [3 / 100] * 100
+    assert not any(tg.tail_rate_at(replaced(c, tail_blend=0.0), step) for step in range(400))
 
 
 def test_schedules_depend_on_the_step_alone(tg):
     c = tg.parse_config(["--preset=sprint"])[0]
-    forward = [(tg.lr_scale_at(c, s), tg.momentum_at(c, s), tg.window_blocks_at(c, s)) for s in range(c.num_steps)]
-    back = [(tg.lr_scale_at(c, s), tg.momentum_at(c, s), tg.window_blocks_at(c, s))
-            for s in reversed(range(c.num_steps))]
-    assert forward == back[::-1]
+
+    def all_of(s):
+        return tg.lr_scale_at(c, s), tg.momentum_at(c, s), tg.rows_at(c, s), tg.candidates_at(c, s)
+    assert [all_of(s) for s in range(c.num_steps)] == [all_of(s) for s in reversed(range(c.num_steps))][::-1]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model_helpers import (EOD, blocks, by_parameter, hide_gpus, learnable_tokens, record_gradients, replaced,
-                           small_batches, small_options, small_run, without_launcher, write_small_shards)
+from model_helpers import (EOD, by_parameter, hide_gpus, learnable_tokens, record_gradients, replaced, small_batches,
+                           small_options, small_run, take_step, without_launcher, write_small_shards)
 from rank_helpers import load_train_gpt
 from shard_helpers import put_shard, raw_shard
 
@@ -58,6 +58,12 @@ def call_main(argv, log_dir):
     return Answer(code, out.getvalue(), err.getvalue(), log_dir)
 
 
+def tokens_of(config, steps):
+    """Tokens of the first steps of the schedule."""
+    tg = load_train_gpt()
+    return sum(tg.rows_at(config, step) for step in range(steps)) * config.row_tokens
+
+
 def main_as_rank(rank, size, argv, log_dir):
     hide_gpus()
     answer = call_main(argv, log_dir)
@@ -67,30 +73,35 @@ def main_as_rank(rank, size, argv, log_dir):
 # ---- ranks, micro-batches, gradients ---------------------------------------------------------------------------------
 
 
-def three_steps(rank, size, files, micro_rows):
+def three_steps(rank, size, files, micro_rows, more=None):
     """Everything that must not depend on the split: gradients of step 1, losses, validation, weights."""
     if size > 1:
         hide_gpus()
     tg = load_train_gpt()
     world = tg.init_world() if size > 1 else tg.World()
-    run = small_run(files, world, micro_rows=micro_rows)
-    gradients, losses, norms, validation = record_gradients(run), [], [], [tg.evaluate(run, 0)]
+    tg.join_group(world)
+    run = small_run(files, world, micro_rows=micro_rows, **(more or {}))
+    gradients, losses, norms, validation, waiting = record_gradients(run), [], [], [tg.evaluate(run, 0)], None
     for step, batch in enumerate(small_batches(run)):
-        stats = tg.train_step(run, step, batch)
+        stats = take_step(run, step, batch)
         losses.append(float(stats[0]))
         norms.append(stats[1:].tolist())
+        if waiting is None:                          # of the bank that is updated on every second step
+            waiting = {key.removesuffix("/grad"): t.clone() for key, t in run.optimizer.gathered()
+                       if key.endswith("/grad")}
     validation.append(tg.evaluate(run, 3))
     weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     tg.close_world(world)
-    return dict(gradients=gradients[0], losses=losses, norms=norms, validation=validation, weights=weights)
+    return dict(gradients=gradients[0], waiting=waiting, losses=losses, norms=norms, validation=validation,
+                weights=weights)
 
 
 @pytest.fixture(scope="module")
 def alone(files):
-    """One process, the whole batch of 12 rows in one forward pass."""
+    """One process, the whole batch of up to 12 rows in one forward pass."""
     with pytest.MonkeyPatch.context() as patch:
         without_launcher(patch)
-        return three_steps(0, 1, files, 12)
+        return three_steps(0, 1, files, 24)
 
 
 SPLITS = [(1, 5), (1, 1), (2, 6), (3, 2)]          # processes, micro_rows
@@ -103,26 +114,27 @@ def split(request, files, run_ranks):
 
 
 def gathered(files, results):
-    run = small_run(files)
-    return by_parameter(run, {bank.group.name: [r["gradients"][bank.group.name] for r in results]
-                              for bank in run.optimizer.banks})
+    """{parameter: gradient of step 1}."""
+    shards = {name: [r["gradients"][name] for r in results] for name in results[0]["gradients"]}
+    return by_parameter(small_run(files), shards) | results[0]["waiting"]
 
 
 def assert_same_gradients(found, wanted, tolerance):
     families = {}
+    assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert gradient.norm() > 0, name
-        assert (found[name] - gradient).norm() / gradient.norm() < 20 * tolerance, name
+        assert (found[name] - gradient).norm() / gradient.norm() < 500 * tolerance, name
         families.setdefault(re.sub(r"\d+", "*", name), []).append((found[name], gradient))
-    assert len(families) == 11
+    assert len(families) == 19
     for name, pairs in families.items():
         got, gradient = (torch.cat([t.flatten() for t in side]) for side in zip(*pairs))
         assert (got - gradient).norm() / gradient.norm() < tolerance, name
 
 
 def test_gradients_do_not_depend_on_ranks_or_micro_rows(files, alone, split):
-    """To 1e-6 for each family; single scalars whose gradients cancel out to almost nothing have it less exact."""
-    assert_same_gradients(gathered(files, split), gathered(files, [alone]), 1e-6)
+    """To 2e-6 for each family; single scalars whose gradients cancel out to almost nothing have it less exact."""
+    assert_same_gradients(gathered(files, split), gathered(files, [alone]), 2e-6)
 
 
 def test_losses_over_three_steps_do_not_depend_on_ranks_or_micro_rows(alone, split):
@@ -135,11 +147,12 @@ def test_losses_over_three_steps_do_not_depend_on_ranks_or_micro_rows(alone, spl
 
 
 def test_weights_after_three_steps_are_the_same_bytes_on_all_ranks_and_near_those_of_one(alone, split):
-    """Newton-Schulz amplifies small directions up to 485 times, hence the tolerance: 2% of three steps of 0.05."""
+    """Orthogonalisation amplifies small directions hundreds of times, and a table's row takes a step of one size
+    whatever its gradient, hence the tolerances: 2% of what three steps can move a weight."""
     for name, weight in alone["weights"].items():
         for result in split:
             assert torch.equal(result["weights"][name], split[0]["weights"][name]), name
-            assert (result["weights"][name] - weight).abs().max() < 3e-3, name
+            assert (result["weights"][name] - weight).abs().max() < (0.06 if name == "ngrams" else 3e-3), name
 
 
 def test_validation_does_not_depend_on_ranks(alone, split):
@@ -147,27 +160,62 @@ def test_validation_does_not_depend_on_ranks(alone, split):
         assert result["validation"] == pytest.approx(alone["validation"], abs=1e-5)
 
 
+def test_pools_of_two_rows_do_not_depend_on_ranks_either(files, run_ranks):
+    """Four rows a rank in the smallest step, so that every rank has whole pools of its own."""
+    more = dict(pool_rows=2, batch_tokens=32 * 64)
+    one = three_steps(0, 1, files, 32, more)
+    assert abs(one["losses"][0] - three_steps(0, 1, files, 32, dict(batch_tokens=32 * 64))["losses"][0]) > 1e-3
+    for result in [three_steps(0, 1, files, 4, more), *run_ranks(2, three_steps, files, 2, more)]:
+        assert result["losses"] == pytest.approx(one["losses"], abs=1e-5)
+
+
 def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, alone):
+    """Of the training loss by hand: each row by its own candidates, three targets with their weights."""
     run = small_run(files)
-    batch = next(small_batches(run))
-    hidden = run.model.hidden(batch.inputs, blocks(tg.window_blocks_at(run.config, 0)))
-    z = 15 * torch.tanh(hidden @ run.model.head.T / 15)
-    loss = F.cross_entropy(z.flatten(0, 1), batch.targets.flatten().long())          # a mean over 12 x 64 targets
+    batch, asked, model = next(small_batches(run)), tg.train_view(run, 0), run.model
+    assert asked.candidates == 128 and asked.weights == (1.0, 0.5, 0.25)
+    segments = tg.segment_ids(batch.inputs, EOD)
+    hidden = model.hidden(batch.inputs, segments, asked)
+    targets, loss = tg.further_targets(batch.targets, segments, 3), 0.0
+    for row in range(6):
+        ids = tg.candidate_set(targets[:, row], 384, 128, (asked.pool + row) * 128)[0]
+        logp = (23 * torch.sigmoid((hidden[row] @ model.head[ids].T + 5) / 7.5)).log_softmax(-1)
+        for t in range(64):
+            for weight, target in zip(asked.weights, targets[:, row, t].tolist()):
+                if target >= 0:
+                    loss = loss - weight * logp[t, ids.tolist().index(target)] / (6 * 64)
     assert alone["losses"][0] == pytest.approx(float(loss.detach()), rel=1e-6)
-    names, params = zip(*run.model.named_parameters())
+    names, params = zip(*(item for item in model.named_parameters() if item[0] != "ngrams"))
+    [(ids, rows)] = model.ngrams.touched
+    *grads, looked_up = torch.autograd.grad(loss, [*params, rows])
+    wanted = dict(zip(names, grads))
+    wanted["ngrams"] = torch.zeros(model.ngrams.shape).index_add_(0, ids.flatten(), looked_up.flatten(0, -2))
     found = gathered(files, [alone])
-    assert_same_gradients(found, dict(zip(names, torch.autograd.grad(loss, params))), 2e-6)
-    squares = {name: float(g.square().sum()) for name, g in found.items()}
+    assert_same_gradients(found, wanted, 2e-6)
     for bank, norm in zip(run.optimizer.banks, alone["norms"][0]):
-        assert norm == pytest.approx(sum(squares[name] for name in bank.group.params), rel=1e-5)
+        if bank.group.kind != "rows":                # there of each looked-up row by itself
+            total = sum(float(found[name].square().sum()) for name in bank.group.params)
+            assert norm == pytest.approx(0.0 if bank.group.every > 1 else total, rel=1e-5)
 
 
-@pytest.mark.parametrize("micro_rows, parts", [(12, [12]), (100, [12]), (6, [6] * 2), (5, [4] * 3), (1, [1] * 12)])
-def test_micro_batches_are_equal_and_at_most_micro_rows(tg, files, micro_rows, parts):
-    run = small_run(files, micro_rows=micro_rows)
-    rows = torch.arange(12 * 64).view(12, 64)
-    found = list(tg.micro_batches(run, rows))
-    assert [len(part) for part in found] == parts and torch.equal(torch.cat(found), rows)
+@pytest.mark.parametrize("micro_rows, pool_rows, wanted", [
+    (24, 1, (6, 12)), (100, 1, (6, 12)), (6, 1, (6, 6)), (5, 1, (3, 4)), (1, 1, (1, 1)), (4, 2, (2, 4)),
+    (0, 2, (6, 12))])
+def test_micro_batches_are_equal_whole_pools_and_at_most_micro_rows(tg, files, micro_rows, pool_rows, wanted):
+    run = small_run(files, micro_rows=micro_rows, pool_rows=pool_rows)
+    assert (tg.rows_at_once(run, 0), tg.rows_at_once(run, 1)) == wanted
+
+
+def test_pools_are_numbered_over_steps_and_ranks(tg, files):
+    """No two pools of neighbouring steps draw the same negatives, and ranks have those of one process."""
+    run = small_run(files, pool_rows=2, batch_tokens=32 * 64)
+    first = [tg.train_view(run, step).pool for step in range(3)]
+    sizes = [tg.rows_at(run.config, step) // 2 for step in range(3)]
+    assert all(first[i] + sizes[i] <= first[i + 1] for i in range(2))
+    for rank in range(2):
+        run.world = tg.World(rank, 2)
+        assert [tg.train_view(run, step).pool for step in range(3)] == [
+            a + rank * n // 2 for a, n in zip(first, sizes)]
 
 
 @pytest.mark.slow
@@ -179,115 +227,179 @@ def test_compiled_training_gives_the_gradients_and_losses_of_the_uncompiled(tg, 
     for switch in ("off", "on"):
         run = small_run(files, compile=switch)
         gradients, batch = record_gradients(run), next(small_batches(run))
-        losses.append([tg.evaluate(run, 0), float(tg.train_step(run, 0, batch)[0])])
-        found.append(by_parameter(run, {name: [shard] for name, shard in gradients[0].items()}))
+        losses.append([tg.evaluate(run, 0), float(take_step(run, 0, batch)[0])])
+        waiting = {key.removesuffix("/grad"): t for key, t in run.optimizer.gathered() if key.endswith("/grad")}
+        found.append(by_parameter(run, {name: [shard] for name, shard in gradients[0].items()}) | waiting)
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert_same_gradients(found[1], found[0], 1e-5)
 
 
-def test_each_step_takes_rate_momentum_and_window_from_the_schedules(tg, files):
-    run, calls, windows = small_run(files, num_steps=12), [], []
+def test_validation_compiles_nothing_but_its_loss(tg, files, monkeypatch):
+    """After a training step of the same shape there is one new graph: the softmax over all ids, without gradients."""
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **more: compile(*args, **more, backend="aot_eager"))
+    monkeypatch.setattr(tg, "find_compiler", lambda: "not needed")
+    run = small_run(files, compile="on", num_steps=8)
+    step = 4                                             # 12 rows, candidates; the last stage has 24
+    run.micro_rows = 12
+    batches = list(small_batches(run))
+    take_step(run, step, batches[step])
+    before = counters["stats"]["unique_graphs"]
+    assert before > 5
+    tg.evaluate(run, step)
+    assert counters["stats"]["unique_graphs"] == before + 1
+    tg.evaluate(run, 8)
+    take_step(run, step, batches[step])
+    assert counters["stats"]["unique_graphs"] == before + 1
+    torch._dynamo.reset()
+
+
+def test_each_step_takes_rate_momentum_and_view_from_the_schedules(tg, files):
+    run, calls, views = small_run(files, num_steps=12), [], []
     forward = run.model.forward
 
     def note(lr_scale, momentum):
         calls.append((lr_scale, momentum))
+        for bank in run.optimizer.banks:
+            bank.zero_grad()
         return torch.zeros(len(run.optimizer.banks))
 
-    def seen(inputs, targets, window):
-        windows.append(int(window))
-        return forward(inputs, targets, window)
+    def seen(inputs, targets, view):
+        views.append(view)
+        return forward(inputs, targets, view)
     run.optimizer.step, run.model.forward = note, seen
-    batch, c = next(small_batches(run)), run.config
-    for step in range(12):
-        tg.train_step(run, step, batch)
+    c = run.config
+    for step, batch in enumerate(small_batches(run)):
+        take_step(run, step, batch)
     assert calls == [(tg.lr_scale_at(c, step), tg.momentum_at(c, step)) for step in range(12)]
-    assert windows == [tg.window_blocks_at(c, step) for step in range(12)]
-    assert len(set(calls)) > 10 and windows[0] == 1 and windows[-1] == 4
+    assert views == [tg.train_view(run, step) for step in range(12)] and all(view.training for view in views)
+    assert [view.window for view in views] == [3] * 4 + [7] * 5 + [11] * 3
+    assert [view.trained for view in views] == [(3, view.window) for view in views]
+    assert len(set(calls)) > 10 and views[0].weights == (1.0, 0.5, 0.25) and views[-1].weights == (1.0, 0.0, 0.0)
+
+
+def test_the_average_of_the_tail_ends_in_the_weights_of_the_last_step(tg, files):
+    run, calls = small_run(files, num_steps=12), []
+    run.optimizer.average = lambda rate, share: calls.append((rate, share))
+    for step, batch in enumerate(small_batches(run)):
+        take_step(run, step, batch)
+    assert calls[0] == (1.0, 0.0) and len(calls) == 4 and calls[-1] == (1.0, 0.5)
+    assert [share for _, share in calls[:-1]] == [0.0] * 3
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------
 
 
 def test_the_validation_loss_is_the_mean_over_exactly_val_tokens_targets(tg, files):
-    run = small_run(files)                       # 500 targets in slices of 64
-    stream, losses = run.val_stream, []
+    """500 targets, in rows of 64 that begin 16 tokens before the first of their 48 targets."""
+    run = small_run(files)
+    stream, losses, view = run.val_stream, [], tg.val_view(run.config, 0)
     tokens = torch.empty(501, dtype=torch.int32)
     stream.read(0, 501, tokens)
     with torch.no_grad():
-        for a in range(0, 500, 64):
-            part = tokens[a:min(a + 64, 500)]
-            z = run.model(F.pad(part, (0, 64 - len(part)), value=EOD)[None], None, blocks(1))[0, :len(part)]
-            losses.append(F.cross_entropy(z, tokens[a + 1:a + 1 + len(part)].long(), reduction="none"))
+        for a in range(0, 500, 48):
+            start, stop = max(0, a - 16), min(a + 48, 500)
+            part = tokens[start:stop]
+            z = run.model(F.pad(part, (0, 64 - len(part)), value=EOD)[None], None, view)[0, a - start:len(part)]
+            losses.append(F.cross_entropy(z, tokens[a + 1:stop + 1].long(), reduction="none"))
     losses = torch.cat(losses)
     assert len(losses) == 500
     assert tg.evaluate(run, 0) == pytest.approx(float(losses.mean()), rel=1e-6)
-    kept = tokens[1:] != EOD
-    assert 0 < int(kept.sum()) < 500
-    assert tg.evaluate(run, 0, leave_out=EOD) == pytest.approx(float(losses[kept].mean()), rel=1e-6)
 
 
-def test_validation_sees_the_window_of_its_step_and_changes_nothing(tg, files):
+def test_more_context_before_a_row_helps_a_trained_model(tg, files):
+    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.05)
+    for step, batch in enumerate(small_batches(run)):
+        take_step(run, step, batch)
+    losses = []
+    for overlap in (0, 16, 48):
+        run.config = replaced(run.config, val_overlap=overlap)
+        losses.append(tg.evaluate(run, 100))
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_validation_sees_its_own_window_and_changes_nothing(tg, files):
     run = small_run(files)
-    before = {name: t.clone() for name, t in run.optimizer.tensors().items()}
+    take_step(run, 0, next(small_batches(run)))             # in the middle of a bank's two steps: gradients wait
+    before = {key: t.clone() for key, t in run.optimizer.gathered()}
     state = torch.get_rng_state()
-    assert abs(tg.evaluate(run, 0) - tg.evaluate(run, 3)) > 1e-4
-    assert run.model.training and torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(before[name], t) for name, t in run.optimizer.tensors().items())
+    wide = tg.evaluate(run, 3)
+    run.config = replaced(run.config, val_window_blocks=1)
+    assert abs(tg.evaluate(run, 3) - wide) > 1e-4
+    assert run.model.training and torch.equal(state, torch.get_rng_state()) and not run.model.ngrams.touched
+    assert all(torch.equal(before[key], t) for key, t in run.optimizer.gathered())
+    assert not any(bank.grad.any() for bank in run.optimizer.banks if bank.group.kind != "rows"
+                   and bank.group.every == 1)
 
 
 # ---- warm-up ---------------------------------------------------------------------------------------------------------
 
 
 def test_warm_up_restores_every_byte_and_runs_every_shape(tg, files, tmp_path, monkeypatch):
-    stages = (tg.Stage(0.5, batch=0.5, window=(0.0, 1.0)), tg.Stage(1.0))
-    monkeypatch.setitem(tg.STAGES, "two", stages)
-    runs = [small_run(files, stages="two", num_steps=4) for _ in range(2)]
+    runs = [small_run(files, num_steps=4, tail_frac=0.5) for _ in range(2)]
     loaders = [small_batches(run) for run in runs]
-    for run, loader in zip(runs, loaders):          # from the middle of a run: momenta and step counts are not zero
-        for step in range(2):
-            tg.train_step(run, step, next(loader))
-    run, shapes, step_of = runs[0], [], tg.train_step
+    for run, loader in zip(runs, loaders):   # from the middle of a run and of a bank's two steps: no state is zero
+        for step in range(3):
+            take_step(run, step, next(loader))
+    run, shapes, forward = runs[0], [], runs[0].model.forward
 
-    def noisy_step(run, step, batch):
-        torch.rand(3)
-        shapes.append(tuple(batch.inputs.shape))
-        return step_of(run, step, batch)
-    monkeypatch.setattr(tg, "train_step", noisy_step)
-    before = {name: t.clone() for name, t in run.optimizer.tensors().items()}
-    params = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    def seen(tokens, targets, view):
+        shapes.append((tuple(tokens.shape), view.candidates, view.training))
+        return forward(tokens, targets, view)
+    monkeypatch.setattr(run.model, "forward", seen)
+    before = {key: t.clone() for key, t in run.optimizer.gathered()}
+    assert before["value_embeds/grad"].any() and before["embed/tail"].any() and before["ngrams/weight"].any()
     counts, position, rng = [bank.steps for bank in run.optimizer.banks], run.position, torch.get_rng_state()
-    log = tg.RunLog(str(tmp_path), tg.World(), console=False)
+    log = tg.RunLog(str(tmp_path), tg.World())
     tg.warmup(run, log)
     log.close()
-    assert set(shapes) == {(6, 64), (12, 64)}
+    assert set(shapes) == {((6, 64), 128, True), ((12, 64), 128, True), ((24, 64), 128, True), ((24, 64), 0, True),
+                           ((24, 64), 0, False)}
     assert torch.equal(rng, torch.get_rng_state())
-    for name, t in run.optimizer.tensors().items():
-        assert torch.equal(before[name], t), name
-    for name, p in run.model.named_parameters():
-        assert torch.equal(params[name], p), name
-        assert p.grad is not None and bool((p.grad == 0).all())
-    assert counts == [bank.steps for bank in run.optimizer.banks] and position == run.position and run.model.training
-    for step in (2, 3):                             # and both go on alike, bit for bit
-        found = [step_of(run, step, next(loader)) for run, loader in zip(runs, loaders)]
-        assert torch.equal(*found)
+    for key, t in run.optimizer.gathered():
+        assert before[key].numpy().tobytes() == t.numpy().tobytes(), key
+    assert all(torch.equal(bank.weight, other.weight) and torch.equal(bank.grad, other.grad)
+               for bank, other in zip(run.optimizer.banks, runs[1].optimizer.banks) if bank.group.kind != "rows")
+    assert counts == [bank.steps for bank in run.optimizer.banks] and position == run.position
+    assert not run.model.ngrams.touched
+    monkeypatch.undo()
+    found = [take_step(run, 3, next(loader)) for run, loader in zip(runs, loaders)]       # and both go on alike
+    assert torch.equal(*found)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*(run.optimizer.gathered() for run in runs)))
+
+
+def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypatch):
+    run, copied, clone = small_run(files, table_rows=5000), [], torch.Tensor.clone
+
+    def noting(t, *args, **more):
+        copied.append(t.numel())
+        return clone(t, *args, **more)
+    monkeypatch.setattr(torch.Tensor, "clone", noting)
+    log = tg.RunLog(str(tmp_path), tg.World())
+    tg.warmup(run, log)
+    tg.self_check(run, log)
+    log.close()
+    assert copied and max(copied) < run.model.ngrams.numel() / 5
 
 
 # ---- endings ---------------------------------------------------------------------------------------------------------
 
 
 def nan_on_one_rank(rank, size, argv, log_dir):
-    """main() where rank 1's fifth training loss is NaN."""
+    """main() where the training loss of rank 1's fifth step is NaN."""
     tg, calls = load_train_gpt(), []
-    plain_loss = tg.GPT.plain_loss
+    reference = tg.further_cross_entropy
 
-    def poisoned(self, x, targets):
-        loss = plain_loss(self, x, targets)
-        if self.training:
+    def poisoned(x, w, bias, targets, weights, squash):
+        loss = reference(x, w, bias, targets, weights, squash)
+        if len(weights) == 3:                            # training: 3 pools a step on each rank
             calls.append(1)
-            if rank == size - 1 and len(calls) == 5:
+            if rank == size - 1 and len(calls) == 13:
                 return loss * math.nan
         return loss
-    tg.GPT.plain_loss = poisoned
+    tg.further_cross_entropy = poisoned
     return main_as_rank(rank, size, argv, log_dir) + (len(calls),)
 
 
@@ -296,7 +408,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(run_ranks, files, tmp_p
     answers = run_ranks(2, nan_on_one_rank, options, str(tmp_path))
     assert [code for code, *_ in answers] == [1, 1]
     assert "step 5: not a finite number: loss" in answers[0][2] and answers[0][2].count("\n") == 1
-    assert answers[1][2] == "" and [calls for *_, calls in answers] == [6, 6]       # seen one step late
+    assert answers[1][2] == "" and [calls for *_, calls in answers] == [18, 18]     # seen one step late
     [log] = [path.read_text() for path in tmp_path.glob("*.txt")]
     assert "nan" not in log.rpartition("=" * 100)[2].lower().replace("step_avg:nan", "")
     assert json.loads(log.rpartition("result:")[2])["status"] == "failed"
@@ -316,12 +428,13 @@ def test_rates_that_blow_up_stop_at_the_first_number_that_is_not_finite(files, t
 
 
 def test_reaching_the_target_stops_and_says_so(files, tmp_path):
-    options = small_options(**files, num_steps=60, val_every_steps=4, target_loss=4.5)
+    options = small_options(**files, num_steps=60, val_every_steps=4, target_loss=4.5, val_overlap=0)
     answer = call_main(options, tmp_path)
     result = answer.result
     assert answer.code == 0 and result["status"] == "target_reached" and "4.5" in result["reason"]
     assert 0 < result["step"] < 60 and result["step"] % 4 == 0 and result["val_loss"] <= 4.5
-    assert result["tokens_trained"] == result["step"] * 768
+    config = load_train_gpt().parse_config(options)[0]
+    assert result["tokens_trained"] == tokens_of(config, result["step"])
     losses = [float(x) for x in re.findall(r"val_loss:(\S+)", answer.events)]
     assert all(loss > 4.5 for loss in losses[:-1]) and losses[-1] <= 4.5
     assert '"target_reached"' in answer.out
@@ -335,9 +448,9 @@ def test_a_target_met_at_the_last_step_is_a_finished_run(files, tmp_path):
 def test_validation_does_not_count_as_training_time(tg, files, tmp_path, monkeypatch):
     evaluate = tg.evaluate
 
-    def slow(run, step, leave_out=-1):
+    def slow(run, step):
         time.sleep(0.5)
-        return evaluate(run, step, leave_out)
+        return evaluate(run, step)
     monkeypatch.setattr(tg, "evaluate", slow)
     begin = time.perf_counter()
     answer = call_main(small_options(**files, num_steps=4, val_every_steps=1), tmp_path)
@@ -380,7 +493,7 @@ def tiny_options(folder):
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_tiny_preset_trains_on_1024_tokens_a_step_whatever_the_ranks(run_ranks, tmp_path, size):
+def test_the_tiny_preset_trains_on_the_same_tokens_whatever_the_ranks(run_ranks, tmp_path, size):
     """FIELD-CASES 3. Two processes with a small vocabulary are in the next test."""
     options = tiny_options(tmp_path)
     if size == 1:
@@ -388,8 +501,8 @@ def test_the_tiny_preset_trains_on_1024_tokens_a_step_whatever_the_ranks(run_ran
     else:
         answer = Answer(*run_ranks(size, main_as_rank, options, str(tmp_path / "logs"))[0], tmp_path / "logs")
     assert answer.code == 0, answer.err
-    assert answer.result["val_tokens"] == 300 and answer.result["tokens_trained"] == 3072
-    assert re.findall(r" tokens:(\d+)", answer.events) == ["1024", "2048", "3072"]
+    assert answer.result["val_tokens"] == 300 and answer.result["tokens_trained"] == 1280
+    assert re.findall(r" tokens:(\d+)", answer.events) == ["256", "768", "1280"]
     assert json.loads(answer.logs[0].split("=" * 100 + "\n")[1].splitlines()[0])["world_size"] == size
 
 
@@ -402,7 +515,7 @@ def test_validation_of_10000_targets_is_exact_on_one_and_two_processes(files, ru
     [first, second] = run_ranks(2, main_as_rank, options, str(tmp_path / "two"))
     two = Answer(*first, tmp_path / "two").result
     assert one["val_tokens"] == two["val_tokens"] == 10_000
-    assert one["tokens_trained"] == two["tokens_trained"] == 768 and second == (0, "", "")
+    assert one["tokens_trained"] == two["tokens_trained"] == 384 and second == (0, "", "")
     assert one["val_loss"] == pytest.approx(two["val_loss"], abs=1e-5)
 
 
@@ -410,19 +523,27 @@ def test_validation_of_10000_targets_is_exact_on_one_and_two_processes(files, ru
 def test_process_counts_that_do_not_divide_the_rows_are_refused_with_the_legal_ones(run_ranks, tmp_path, size):
     answers = run_ranks(size, main_as_rank, tiny_options(tmp_path), str(tmp_path))
     assert [code for code, _, _ in answers] == [2] * size
-    assert "1024 / 128" in answers[0][2] and "1, 2, 4, 8" in answers[0][2] and answers[0][2].count("\n") == 1
+    assert "1024 / 128" in answers[0][2] and "legal counts: 1, 2 (" in answers[0][2] and answers[0][2].count("\n") == 1
     assert all(err == "" for _, _, err in answers[1:])
 
 
-def test_twelve_rows_run_on_three_and_six_processes(tg, run_ranks, files, tmp_path):
+def test_a_pool_is_never_shared(tg, files):
+    with pytest.raises(tg.Refusal, match="2 processes can't share .* in pools of 6; legal counts: 1 "):
+        tg.build(tg.parse_config(small_options(**files, pool_rows=6))[0], tg.World(0, 2), {})
+    with pytest.raises(tg.Refusal, match="1 processes can't share .* in pools of 4; legal counts: none "):
+        tg.build(tg.parse_config(small_options(**files, pool_rows=4))[0], tg.World(), {})
+
+
+def test_six_rows_run_on_three_and_six_processes(tg, run_ranks, files, tmp_path):
     """FIELD-CASES 3. Three here for real; six, which would only take longer, as far as the building of it."""
     options = small_options(**files, log_every_steps=1, num_steps=1, val_tokens=64)
     answers = run_ranks(3, main_as_rank, options, str(tmp_path))
-    assert [code for code, _, _ in answers] == [0, 0, 0] and "tokens:768" in answers[0][1]
+    assert [code for code, _, _ in answers] == [0, 0, 0] and "tokens:384" in answers[0][1]
     config = tg.parse_config(options)[0]
     run = tg.build(config, tg.World(5, 6), {})
-    assert all(len(bank.weight) == 6 * len(bank.weight_shard) for bank in run.optimizer.banks)
-    with pytest.raises(tg.Refusal, match="1, 2, 3, 4, 6, 12"):
+    assert all(len(bank.weight) == 6 * len(bank.weight_shard) for bank in run.optimizer.banks
+               if bank.group.kind != "rows")
+    with pytest.raises(tg.Refusal, match=r"legal counts: 1, 2, 3, 6 \("):
         tg.build(config, tg.World(0, 5), {})
 
 
@@ -435,28 +556,29 @@ def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, fil
     options = [*TINY, f"--train_files={tmp_path}/t_*.bin", f"--val_files={tmp_path}/v_*.bin", "--val_tokens=300"]
     answer = call_main([*options, "--num_steps=50"], tmp_path / "b")
     assert answer.code == 2 and answer.err.count("\n") == 1
-    for part in ("51,200", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py", "--max_epochs=11"):
+    config = tg.parse_config([*options, "--num_steps=50", "--max_epochs=6"])[0]
+    needed = tokens_of(config, 50)
+    for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py", "--max_epochs=6"):
         assert part in answer.err
-    run = tg.build(tg.parse_config([*options, "--num_steps=50", "--max_epochs=11"])[0], tg.World(), {})
-    assert "wraps, 10.24 epochs" in tg.budget(run)
+    assert f"wraps, {needed / 4999:.2f} epochs" in tg.budget(tg.build(config, tg.World(), {}))
 
 
 def test_epochs_are_counted_in_the_log(files, tmp_path):
-    answer = call_main(small_options(**files, num_steps=10), tmp_path)           # 7,680 of 6,000 tokens
+    answer = call_main(small_options(**files, num_steps=12), tmp_path)           # 8,448 of 6,000 tokens
     assert answer.code == 0 and "note: data at epoch 1, 0 tokens dropped by clipping" in answer.events
 
 
 def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, monkeypatch):
-    monkeypatch.setitem(tg.STAGES, "clipped", (tg.Stage(1.0, max_doc_tokens=10),))
-    run = small_run(files, stages="clipped", max_epochs=2)
+    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 1.0, 1.0, 10, 3, 0.0, ()),))
+    run = small_run(files, max_epochs=4)
     starts = run.train_stream.document_starts(0, EOD)
     lengths = [b - a for a, b in zip(starts, starts[1:])]
-    needed = 3 * 768 * sum(lengths) / sum(min(n, 10) for n in lengths)
-    assert f"needs about {needed:,.0f} tokens" in tg.budget(run) and needed > 1.5 * 3 * 768
+    needed = 3 * 1536 * sum(lengths) / sum(min(n, 10) for n in lengths)
+    assert f"needs about {needed:,.0f} tokens" in tg.budget(run) and needed > 1.5 * 3 * 1536
     run.config = replaced(run.config, num_steps=1_000_000)
-    more = math.ceil((needed / 3 * 1e6 - 2 * 6000) / 2 / 1e8)              # they too may be seen twice
+    more = math.ceil((needed / 3 * 1e6 - 4 * 6000) / 4 / 1e8)              # they too may be seen four times
     assert more == 16
-    with pytest.raises(tg.Refusal, match=f"allowed 2. Add about {more} shard"):
+    with pytest.raises(tg.Refusal, match=f"allowed 4. Add about {more} shard"):
         tg.budget(run)
 
 
@@ -482,11 +604,11 @@ def test_broken_shards_end_the_run_before_it_starts(tg, tmp_path, monkeypatch, c
 def test_a_bad_token_in_a_later_shard_ends_the_run_when_it_is_reached(files, tmp_path):
     tokens = learnable_tokens(3000, 5)
     (tmp_path / "train_0.bin").write_bytes(raw_shard(tokens))
-    tokens[1234] = 61
+    tokens[1234] = 300
     (tmp_path / "train_1.bin").write_bytes(raw_shard(tokens))
-    options = small_options(**{**files, "train_files": f"{tmp_path}/train_*.bin"}, num_steps=6)
+    options = small_options(**{**files, "train_files": f"{tmp_path}/train_*.bin"}, num_steps=8)
     answer = call_main(options, tmp_path / "logs")
-    assert answer.code == 2 and "train_1.bin: token 61 at position 1234" in answer.err
+    assert answer.code == 2 and "train_1.bin: token 300 at position 1234" in answer.err
 
 
 @pytest.mark.parametrize("which", ["train", "val"])
@@ -529,11 +651,6 @@ def test_the_dataset_card_sets_the_vocabulary_and_contradictions_are_refused(tg,
         tg.build(replaced(config, **files), tg.World(), overrides)
 
 
-def test_an_unknown_table_of_stages_is_refused(files, tmp_path):
-    answer = call_main(small_options(**files, stages="fast"), tmp_path)
-    assert answer.code == 2 and "--stages=fast" in answer.err and "record20" in answer.err
-
-
 # ---- the demo --------------------------------------------------------------------------------------------------------
 
 
@@ -550,10 +667,11 @@ def shard_tokens(path):
     return np.fromfile(path, dtype="<u2")[512:].astype(np.int64)
 
 
-def test_the_demo_learns_and_ends_with_what_its_numbers_mean(tg, builtin, tmp_path):
+def test_the_demo_learns(builtin, tmp_path):
     """Thirty half-size steps of it: below the loss of a table of letter frequencies, from ln(384) at the start."""
     answer = call_main(["--preset=demo", f"--train_files={builtin}/train_*.bin", f"--val_files={builtin}/val_*.bin",
-                        "--num_steps=30", "--batch_tokens=2048", "--val_tokens=5000", "--sample_tokens=20"], tmp_path)
+                        "--num_steps=30", "--batch_tokens=4096", "--val_tokens=5000", "--val_every_steps=10",
+                        f"--checkpoint_dir={tmp_path}/checkpoints"], tmp_path)
     assert answer.code == 0
     train, val = (shard_tokens(next(builtin.glob(f"{name}_*.bin"))) for name in ("train", "val"))
     frequency = (np.bincount(train, minlength=257) + 1) / (len(train) + 257)
@@ -561,30 +679,16 @@ def test_the_demo_learns_and_ends_with_what_its_numbers_mean(tg, builtin, tmp_pa
     losses = [float(x) for x in re.findall(r"val_loss:(\S+)", answer.events)]
     assert losses[0] == pytest.approx(math.log(384), abs=1e-3)
     assert answer.result["val_loss"] < unigram - 0.3 and 2.5 < unigram < 3.6
-    notes = re.findall(r"note: (this model|a bigram table): (\S+) nats/byte, (\S+) bits/byte", answer.events)
-    assert [name for name, _, _ in notes] == ["this model", "a bigram table"]
-    for _, nats, bits in notes:
-        assert float(bits) == pytest.approx(float(nats) / math.log(2), abs=2e-4)
-    assert "a sample of what it writes" in answer.out and "tokens/s on this machine" in answer.out
-    assert "note: the log is " in answer.out
-
-
-def test_the_bigram_baseline_is_the_smoothed_table_without_document_marks(tg, files):
-    run = small_run(files)
-    train = np.concatenate([shard_tokens(path) for path in run.train_stream.paths])
-    val = shard_tokens(run.val_stream.paths[0])[:501]
-    counts = np.ones((61, 61))
-    np.add.at(counts, (train[:-1], train[1:]), 1)
-    logp = np.log(counts / counts.sum(1, keepdims=True))
-    found = [logp[a, b] for a, b in zip(val[:-1], val[1:]) if b != EOD]
-    assert tg.bigram_loss(run) == pytest.approx(-np.mean(found), rel=1e-6)
+    [checkpoint] = tmp_path.glob("checkpoints/*/step_000030")
+    assert f"python records/sample.py {checkpoint} " in answer.out
 
 
 def test_the_small_model_learns_its_walk_nearly_to_its_entropy(tg, files):
     """Three equally likely moves and a mark now and then: ln 3 plus a little. All techniques at work at once."""
-    run = small_run(files, random_weights=False, num_steps=40)
+    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.05)
     first = last = None
     for step, batch in enumerate(small_batches(run)):
-        last = float(tg.train_step(run, step, batch)[0])
+        last = float(take_step(run, step, batch)[0])
         first = first or last
-    assert first == pytest.approx(math.log(128), abs=1e-3) and last < 2.2
+    assert tg.candidates_at(run.config, 99) == 0                    # the full softmax at the end, of the next token
+    assert 1.5 * math.log(128) < first <= 1.75 * math.log(128) and last < 1.5

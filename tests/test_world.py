@@ -20,6 +20,8 @@ def join_and_leave(rank, size):
     hide_gpus()
     tg = load_train_gpt()
     world = tg.init_world()
+    assert not torch.distributed.is_initialized()
+    tg.join_group(world)
     total = torch.tensor([rank + 1.0])
     torch.distributed.all_reduce(total)
     tg.close_world(world)
@@ -77,5 +79,6 @@ def test_launcher_variables_that_make_no_sense_are_refused(tg, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    world = tg.init_world()
     with pytest.raises(tg.Refusal, match="WORLD_SIZE=2, but no meeting point.*torchrun"):
-        tg.init_world()
+        tg.join_group(world)
