@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,11 +90,8 @@ class Config:
     qk_dim: int = 128                      # of queries and keys
     mlp_dim: int = 3072
     long_layers: tuple[int, ...] = (3, 10)          # layers that see the whole window; others see half of it
-    no_attention_layers: tuple[int, ...] = (6,)
     value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)     # layers with a value embedding, each of its own
-    skip: tuple[int, ...] = (3, 6)         # from the output of a layer to the input of another, gated
-    late_source: int = 7                   # later layers' attention reads this layer's output; taken back at the end
-    copy_dim: int = 128                    # of the copy pointer's queries and keys; 0 = no pointer
+    copy_dim: int = 128                    # of the copy pointer's queries and keys
     table_rows: int = 2_097_143            # hashed rows for each order of n-grams, a prime; 0 = no table
     table_orders: tuple[int, ...] = (2, 3)          # n of the n-grams, up to 4
     block_tokens: int = 128                # granularity of windows and block masks
@@ -136,19 +134,19 @@ PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": dict(            # smaller batches, and rates as the square root of them
         num_steps=800, batch_tokens=131_072, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21, max_epochs=2,
-        num_layers=8, long_layers=(2, 7), no_attention_layers=(4,), skip=(2, 4), late_source=5, value_layers=(1, 2, 6, 7),
+        num_layers=8, long_layers=(2, 7), value_layers=(1, 2, 6, 7),
         lr_matrix=0.0163, lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.4),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
         vocab_size=257, eod_id=256, num_steps=510, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=4,
         val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=100, target_loss=0.0,
         model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, mlp_dim=512, long_layers=(1, 3),
-        no_attention_layers=(), value_layers=(0, 2, 3), skip=(0, 2), late_source=1, table_rows=65_521, block_tokens=32,
+        value_layers=(0, 2, 3), table_rows=65_521, block_tokens=32,
         checkpoint_every_steps=10 ** 6),
     "tiny": dict(
         max_epochs=1, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
         val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
-        mlp_dim=128, long_layers=(0,), no_attention_layers=(), value_layers=(0, 2), skip=(0, 2), late_source=1,
+        mlp_dim=128, long_layers=(0,), value_layers=(0, 2),
         table_rows=1021, block_tokens=16),
 }
 CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
@@ -209,7 +207,7 @@ def check_config(c: Config) -> None:
         if isinstance(value := getattr(c, f.name), (int, float)):
             need(0 <= value < 2 ** 63, f.name, "a finite number from 0 to 2^63")
     for key in ("num_steps batch_tokens row_tokens block_tokens num_layers max_epochs model_dim num_heads head_dim "
-                "qk_dim mlp_dim pool_rows vocab_size log_every_steps val_window_blocks").split():
+                "qk_dim copy_dim mlp_dim pool_rows vocab_size log_every_steps val_window_blocks").split():
         need(getattr(c, key) > 0, key, "more than 0")
     for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"), ("val_overlap", "block_tokens"),
                       ("micro_rows", "pool_rows")):
@@ -218,10 +216,8 @@ def check_config(c: Config) -> None:
     need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4 (rotary turns half of each head)")
     need(c.eod_id < c.vocab_size, "eod_id", f"less than vocab_size={c.vocab_size}")
     need(c.vocab_size <= 65_536, "vocab_size", "at most 65536 (shards hold 16-bit tokens)")
-    for key in ("long_layers", "no_attention_layers", "value_layers", "skip"):
+    for key in ("long_layers", "value_layers"):
         need(all(0 <= i < c.num_layers for i in getattr(c, key)), key, f"layers from 0 to {c.num_layers - 1}")
-    need(len(c.skip) in (0, 2) and c.skip == tuple(sorted(set(c.skip))), "skip", "none or two layers in order")
-    need(c.late_source < c.num_layers, "late_source", f"a layer, 0 to {c.num_layers - 1}")
     need(all(n in (1, 2, 3, 4) for n in c.table_orders or [0]), "table_orders", "numbers from 1 to 4")
     need(len(c.squash) == 3 and min(c.squash[::2]) > 0, "squash", "cap, shift, width; cap and width more than 0")
     for key in ("cooldown_frac", "tail_frac", "tail_blend"):
@@ -537,7 +533,6 @@ class Group(NamedTuple):
     betas: tuple[float, float] = (0.8, 0.95)
     eps: float = 1e-10
     decay: float = 0.0           # cautious: only where the step goes towards zero anyway
-    every: int = 1               # update on every so-manieth step, with the gradients of all steps since
     tail: bool = False           # whether the final weights are blended with an average over the tail of the run
 
 
@@ -652,12 +647,10 @@ class Bank:
         return [self.weight, self.grad, self.master, *self.state.values()]
 
     def exact(self) -> dict[str, Tensor]:
-        """This rank's shards of what a checkpoint keeps; a bank that waits has gradients from one step to the next."""
-        return {"weight": self.master, **self.state, **({"grad": self.grad_shard} if self.group.every > 1 else {})}
+        """This rank's shards of what a checkpoint keeps."""
+        return {"weight": self.master, **self.state}
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        if self.group.every > 1 and (work := self.reduce()) is not None:
-            work.wait()
         for kind, full in self.exact().items():
             if len(full) < len(self.weight):
                 shard, full = full, full.new_empty(len(self.weight), *full.shape[1:])
@@ -672,8 +665,6 @@ class Bank:
             shard.copy_(full[self.mine])
             if kind == "weight":
                 self.weight.copy_(full)
-        if self.group.every > 1:                         # the ranks' gradients add up to the saved sum
-            self.grad[self.mine] = self.grad_shard
 
 
 class RowBank(Bank):
@@ -724,29 +715,26 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
-        """One update of everything due; zeroes its gradients. -> squared gradient norms of the shards, 0 if not due."""
-        for bank in self.banks:
-            bank.steps += 1
-        due = [bank for bank in self.banks if bank.steps % bank.group.every == 0]
-        pending = [bank.reduce() for bank in due]
-        norms = {bank.group.name: torch.zeros((), device=self.world.device) for bank in self.banks}
-        gathers = []
-        for bank, work in zip(due, pending):
+        """One update of everything; zeroes the gradients. -> squared gradient norm of each bank's shard, [banks]."""
+        pending = [bank.reduce() for bank in self.banks]
+        gathers, norms = [], []
+        for bank, work in zip(self.banks, pending):
             if work is not None:
                 work.wait()
-            norms[bank.group.name] = torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square()
+            norms.append(torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square())
             self.update(bank, lr_scale, momentum)
             gathers.append(bank.gather())
-        for bank, work in zip(due, gathers):
+        for bank, work in zip(self.banks, gathers):
             if work is not None:
                 work.wait()
             bank.zero_grad()
-        return torch.stack(list(norms.values()))
+        return torch.stack(norms)
 
     def update(self, bank: Bank | RowBank, lr_scale: float, momentum: float) -> None:
         # 0-D CPU tensors: new values don't recompile, and no number is baked into the compiler's cache on disk, which
         # with dynamic=True hands the graph of one beta to a run with another (torch 2.13).
-        group, scalar, updates = bank.group, torch.tensor, bank.steps // bank.group.every
+        bank.steps += 1
+        group, scalar, updates = bank.group, torch.tensor, bank.steps
         lr, (beta1, beta2), decay = scalar(group.lr * lr_scale), map(scalar, group.betas), scalar(group.decay)
         if group.kind == "muon":
             self.muon_update(bank.master, bank.grad_shard, bank.state["momentum"], bank.state["second"], lr,
@@ -794,27 +782,18 @@ class Optimizer:
 
 class Layer(NamedTuple):
     """One row of the topology table."""
-    attention: str | None        # "long" (whole window), "short" (half of it), None
+    attention: str               # "long" (whole window), "short" (half of it)
     value_table: int | None      # which value embedding is mixed into the values
-    skip_from: int | None        # add the output of this earlier layer to the input, gated
-    source: int | None           # attention reads the output of this earlier layer instead of the layer's input
 
 
 def layer_table(c: Config) -> list[Layer]:
-    """Record 89's topology at any depth: few long layers, one skip, late attention that reads one earlier layer."""
-    table = []
-    for i in range(c.num_layers):
-        attention = None if i in c.no_attention_layers else "long" if i in c.long_layers else "short"
-        value = c.value_layers.index(i) if attention and i in c.value_layers else None
-        source = c.late_source if attention and i > c.late_source else None
-        table.append(Layer(attention, value, c.skip[0] if c.skip[1:] == (i,) else None, source))
-    return table
+    return [Layer("long" if i in c.long_layers else "short", c.value_layers.index(i) if i in c.value_layers else None)
+            for i in range(c.num_layers)]
 
 
 class View(NamedTuple):
     """What a forward pass is asked for besides its tokens. A step changes these numbers, never the graph."""
     window: int                            # long window, in blocks
-    trained: tuple[int, int] = (1, 1)      # first and latest long window of training: rotary tables stretch along
     candidates: int = 0                    # ids in the training softmax, 0 = all
     pool: int = 0                          # running number of this batch's first pool: where the negatives start
     training: bool = False                 # gradients and looked-up rows are wanted; else only the loss
@@ -833,12 +812,8 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x[..., :weight.size(-1)], weight)
 
 
-def add_skip(x: Tensor, skip: Tensor, weight: Tensor, gates: Tensor) -> Tensor:
-    return x + weight * 2 * torch.sigmoid(gate(x, gates)) * skip
-
-
 def stem(e, rows_JBTE, signs_JBT, sign_pool, has_previous, smear, gates, mix) -> tuple[Tensor, ...]:
-    """Token embeddings and looked-up n-gram rows -> x0, the n-gram vector, first input and its norm, each [B, T, E].
+    """Token embeddings and looked-up n-gram rows -> x0, the n-gram vector and the first input, each [B, T, E].
     Smear: some of the token before is added (record 34). Signs: rows that share a slot by accident point elsewhere."""
     e = e + smear * torch.sigmoid(gate(e, gates)) * shift(e) * has_previous[..., None]
     x0, ngram = norm(e), None
@@ -846,7 +821,7 @@ def stem(e, rows_JBTE, signs_JBT, sign_pool, has_previous, smear, gates, mix) ->
     if rows_JBTE is not None:
         ngram = (rows_JBTE * sign_pool[signs_JBT]).sum(0)
         x = x + mix * ngram
-    return x0, ngram, x, norm(x)
+    return x0, ngram, x
 
 
 NGRAM_FACTORS = ((36_313, 27_191, 14_563, 51_977), (25_391, 44_203, 17_489, 30_631))    # of row, sign; for each token
@@ -866,16 +841,12 @@ def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...], n
     return torch.stack(rows), torch.stack(signs)
 
 
-def rotary_tables(T: int, head_dim: int, first_window_tokens: int, stretch: float, like: Tensor) -> Rotary:
-    """Factors of x and of its halves swapped, [T, 1, D], in like's precision. The upper half of the pairs stands still.
-    With a window stretched by s, frequencies that turn less than 32 times in the first window slow down, by up to s
-    (YaRN, Peng et al. 2023); the tables grow a little, so that scores get 1 + 0.2 ln s times sharper."""
+def rotary_tables(T: int, head_dim: int, like: Tensor) -> Rotary:
+    """Factors of x and of x with its halves swapped, [T, 1, D], in like's precision. Half of the pairs stands still."""
     quarter = head_dim // 4
-    freq = (1 / 1024) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device)
-    kept = ((first_window_tokens * freq / (2 * math.pi) - 1) / 31).clamp(0, 1)
-    freq = freq * (kept + (1 - kept) / stretch)
-    angle = torch.arange(T, dtype=torch.float32, device=like.device)[:, None] * F.pad(freq, (0, quarter))
-    cos, sin = (t * (1 + 0.2 * math.log(stretch)) ** 0.5 for t in (angle.cos(), angle.sin()))
+    freq = F.pad((1 / 1024) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device), (0, quarter))
+    angle = torch.arange(T, dtype=torch.float32, device=like.device)[:, None] * freq
+    cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), 1).to(like.dtype)[:, None], torch.cat((sin, -sin), 1).to(like.dtype)[:, None]
 
 
@@ -929,23 +900,20 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x <- a x + b x0 + c ngram + attention(normed); x <- x + W2 relu(W1 norm x)^2 (So et al. 2021). -> x, norm x.
-    The norm for the next block is made here, where x is at hand, and late blocks can share one (record 77)."""
+    """x <- a x + b x0 + c ngram; x <- x + attention(norm x); x <- x + W2 relu(W1 norm x)^2 (So et al. 2021)."""
     def __init__(self, c: Config, layer: Layer, dtype: torch.dtype):
         super().__init__()
-        self.attention = Attention(c, layer, dtype) if layer.attention else None
+        self.attention = Attention(c, layer, dtype)
         self.up = matrix(c.mlp_dim, c.model_dim, dtype=dtype)
         self.down = nn.Parameter(torch.zeros(c.mlp_dim, c.model_dim, dtype=dtype))       # transposed
         self.mlp_scale, self.mix = scalars(1.0), scalars(1.1, 0.0, 0.05)
 
-    def forward(self, x, normed, x0, ngram, ve, mask, rotary):
+    def forward(self, x, x0, ngram, ve, mask, rotary):
         x = self.mix[0] * x + self.mix[1] * x0
         if ngram is not None:
             x = x + self.mix[2] * ngram
-        if self.attention is not None:
-            x = x + self.attention(normed, ve, mask, rotary)
-        x = x + F.relu(F.linear(norm(x), self.up)).square() @ (self.down * self.mlp_scale)
-        return x, norm(x)
+        x = x + self.attention(norm(x), ve, mask, rotary)
+        return x + F.relu(F.linear(norm(x), self.up)).square() @ (self.down * self.mlp_scale)
 
 
 class Pointer(nn.Module):
@@ -998,27 +966,25 @@ class GPT(nn.Module):
         self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
         self.smear, self.ngram_mix = scalars(0.0), scalars(0.05)
         self.smear_gates = nn.Parameter(torch.zeros(1, GATE_DIMS, dtype=dtype))
-        self.skip_weights = scalars(0.18, -0.5)                                        # skip, taking back
-        self.skip_gates = nn.Parameter(torch.zeros(2, 1, GATE_DIMS, dtype=dtype))
-        self.pointer = Pointer(c, dtype) if c.copy_dim else None
+        self.pointer = Pointer(c, dtype)
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
         self.head = nn.Parameter(torch.zeros(c.padded_vocab, c.model_dim, dtype=dtype))
         self.head_gradients, self.cross_entropy = head_gradients, mixed_cross_entropy
-        self.build_mask, self.add_skip, self.stem = block_mask if kernels.flex else dense_mask, add_skip, stem
-        self.rotary: dict[tuple, tuple[Tensor, Tensor]] = {}    # by row length and windows; not saved
+        self.build_mask, self.stem = block_mask if kernels.flex else dense_mask, stem
+        self.rotary: dict[int, Rotary] = {}             # by row length; not saved
         if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
-            for module in (*self.blocks, *filter(None, [self.pointer])):
+            for module in (*self.blocks, self.pointer):
                 module.compile(dynamic=False, fullgraph=True)
-            for name in ("stem", "add_skip", "head_gradients", "cross_entropy", "build_mask"):
+            for name in ("stem", "head_gradients", "cross_entropy", "build_mask"):
                 setattr(self, name, torch.compile(getattr(self, name), dynamic=False, fullgraph=True))
 
-    def masks(self, segments: Tensor, window: int) -> dict[str | None, Mask]:
+    def masks(self, segments: Tensor, window: int) -> dict[str, Mask]:
         """Long layers see window blocks and offset keys, short ones see half of it."""
         block, previous = self.config.block_tokens, neighbour(segments, 1)
         wide = torch.full_like(segments[0, 0], window)
         return {"long": self.build_mask(segments, wide, block)._replace(previous_BT=previous),
                 "short": self.build_mask(segments, (wide // 2).clamp(min=1), block)._replace(
-                    previous_BT=torch.zeros_like(previous)), None: None}
+                    previous_BT=torch.zeros_like(previous))}
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor | None, Tensor | None]:
         """n-gram rows and signs, [J, B, T, ..]. In training the rows are leaves whose gradients the optimizer wants."""
@@ -1030,39 +996,30 @@ class GPT(nn.Module):
             self.ngrams.touched.append((ids, rows))
         return rows, signs
 
-    def hidden(self, tokens: Tensor, segments: Tensor, masks: dict[str | None, Mask], view: View) -> Tensor:
+    def hidden(self, tokens: Tensor, segments: Tensor, masks: dict[str, Mask], training: bool) -> Tensor:
         """Final normed states [B, T, E]."""
-        c, key = self.config, (tokens.size(1), *view.trained)
-        if key not in self.rotary:
-            T, first, last = key
-            self.rotary[key] = rotary_tables(T, c.qk_dim, first * c.block_tokens, last / first, self.embed)
-        x0, ngram, x, normed = self.stem(
-            F.embedding(tokens, self.embed), *self.look_up(tokens, segments, view.training), self.sign_pool,
+        c, T = self.config, tokens.size(1)
+        if T not in self.rotary:
+            self.rotary[T] = rotary_tables(T, c.qk_dim, self.embed)
+        x0, ngram, x = self.stem(
+            F.embedding(tokens, self.embed), *self.look_up(tokens, segments, training), self.sign_pool,
             neighbour(segments, 1), self.smear, self.smear_gates, self.ngram_mix)
         ves = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)     # one gather for all
-        xs, norms = [], []
         for layer, block in zip(self.table, self.blocks):
-            if layer.skip_from is not None:      # outside of the block: fewer kinds of blocks, fewer graphs to compile
-                x = self.add_skip(x, xs[layer.skip_from], self.skip_weights[0], self.skip_gates[0])
             ve = None if layer.value_table is None else ves[layer.value_table]
-            source = normed if layer.source is None else norms[layer.source]
-            x, normed = block(x, source, x0, ngram, ve, masks[layer.attention], self.rotary[key])
-            xs.append(x)
-            norms.append(normed)
-        return norm(self.add_skip(x, xs[c.late_source], self.skip_weights[1], self.skip_gates[1]))      # record 40
+            x = block(x, x0, ngram, ve, masks[layer.attention], self.rotary[T])
+        return norm(x)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None, view: View) -> Tensor:
         segments, size = segment_ids(tokens_BT, self.config.eod_id), self.config.pool_rows
         masks = self.masks(segments, view.window)
-        x = self.hidden(tokens_BT, segments, masks, view)
+        x = self.hidden(tokens_BT, segments, masks, view.training)
         if targets_BT is None:
             log_p = self.squash(F.linear(x, self.head)).log_softmax(-1)
             dense = dense_mask(segments, torch.full_like(segments[0, 0], view.window), self.config.block_tokens)
-            return log_p if self.pointer is None else self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense.dense)
+            return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense.dense)
         x = x if view.training else x.detach()          # validation runs training's graphs and drops what they kept
-        log_lm, log_copy = torch.zeros_like(x[..., 0]), torch.full_like(x[..., 0], NO_MATCH)
-        if self.pointer is not None:
-            log_lm, log_copy = self.pointer(x, tokens_BT, targets_BT, masks["long"])
+        log_lm, log_copy = self.pointer(x, tokens_BT, targets_BT, masks["long"])
         with torch.set_grad_enabled(view.training):
             parts = zip(*(t.split(size) for t in (x, targets_BT, log_lm, log_copy)))
             return sum(self.pool_loss(*(t.flatten(0, 1) for t in part), view, i) for i, part in enumerate(parts))
@@ -1081,20 +1038,20 @@ class GPT(nn.Module):
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
     """How each bank learns, in the order in which gradients are reduced: the fields of Group, with the parameters that
     the bank's pattern names. Raises ValueError unless each parameter is named exactly once."""
-    keys = "name", "kind", "params", "lr", "betas", "eps", "decay", "every", "tail"
+    keys = "name", "kind", "params", "lr", "betas", "eps", "decay", "tail"
     table = (
-        # name          kind    parameters              rate             betas       epsilon decay  every  tail
-        ("embed",        "adam", r"embed",               c.lr_embed,      (.75, .95), 1e-10,  .025,  1,     True),
-        ("value_embeds", "adam", r"value_embeds",        c.lr_embed,      (.75, .95), 1e-10,  .025,  2,     False),
-        ("ngrams",       "rows", r"ngrams",              c.lr_table,      (.0, .95),  1e-15,  .025,  1,     False),
-        ("head",         "adam", r"head",                c.lr_head,       (.5, .95),  1e-10,  .75,   1,     True),
-        ("scalars",      "adam", r".*(mix|scales?|skip_weights|smear)", c.lr_scalar, (.9, .99), 1e-10, 0., 1, False),
-        ("gates",        "adam", r".*gates",             c.lr_head,       (.9, .99),  1e-10,  .005,  1,     False),
-        ("copy_qk",      "muon", r".*copy_qk",           c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
-        ("qk",           "muon", r".*\.qk",              c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
-        ("value_out",    "muon", r".*\.(value|out)",     c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
-        ("mlp_up",       "muon", r".*\.up",              c.lr_matrix,     (.0, .9),   0.,     1.2,   1,     True),
-        ("mlp_down",     "muon", r".*\.down",            2 * c.lr_matrix, (.0, .9),   0.,     1.2,   1,     True))
+        # name          kind    parameters         rate             betas       epsilon decay  tail
+        ("embed",        "adam", r"embed",          c.lr_embed,      (.75, .95), 1e-10,  .025,  True),
+        ("value_embeds", "adam", r"value_embeds",   c.lr_embed,      (.75, .95), 1e-10,  .025,  False),
+        ("ngrams",       "rows", r"ngrams",         c.lr_table,      (.0, .95),  1e-15,  .025,  False),
+        ("head",         "adam", r"head",           c.lr_head,       (.5, .95),  1e-10,  .75,   True),
+        ("scalars",      "adam", r".*(mix|scales?|smear)", c.lr_scalar, (.9, .99), 1e-10, 0.,   False),
+        ("gates",        "adam", r".*gates",        c.lr_head,       (.9, .99),  1e-10,  .005,  False),
+        ("copy_qk",      "muon", r".*copy_qk",      c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
+        ("qk",           "muon", r".*\.qk",         c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
+        ("value_out",    "muon", r".*\.(value|out)", c.lr_matrix,    (.0, .9),   0.,     1.2,   True),
+        ("mlp_up",       "muon", r".*\.up",         c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
+        ("mlp_down",     "muon", r".*\.down",       2 * c.lr_matrix, (.0, .9),   0.,     1.2,   True))
     groups = [dict(zip(keys, row)) | {"params": {}} for row in table]
     for name, p in model.named_parameters():
         owners = [group for row, group in zip(table, groups) if re.fullmatch(row[2], name)]
@@ -1338,22 +1295,17 @@ STAGES = (
     Stage(1.000, 1.00,  1.41,  2048, 13,    0.0),
 )
 
-def stage_at(c: Config, step: int) -> tuple[Stage, float]:
-    """The stage of a step and how far it has come, in [0, 1]. Past the end: the last stage, 1.0."""
-    begin = 0.0
-    for stage in STAGES:
-        if step < stage.until * c.num_steps:
-            return stage, (step / c.num_steps - begin) / (stage.until - begin)
-        begin = stage.until
-    return stage, 1.0
+def stage_at(c: Config, step: int) -> Stage:
+    """The stage of a step; past the end: the last one."""
+    return next((stage for stage in STAGES if step < stage.until * c.num_steps), STAGES[-1])
 
 
 def rows_at(c: Config, step: int) -> int:
-    return max(1, round(c.batch_rows * stage_at(c, step)[0].batch))
+    return max(1, round(c.batch_rows * stage_at(c, step).batch))
 
 
 def candidates_at(c: Config, step: int) -> int:
-    share = stage_at(c, step)[0].candidates
+    share = stage_at(c, step).candidates
     return min(c.padded_vocab, math.ceil(share * c.padded_vocab / 128) * 128)
 
 
@@ -1361,7 +1313,7 @@ def lr_scale_at(c: Config, step: int) -> float:
     """Flat, then linear over the last cooldown_frac of the run to lr_floor; times the stage's own factor."""
     left = 1 - step / c.num_steps
     cooled = min(1.0, left / c.cooldown_frac) if c.cooldown_frac else 1.0
-    return stage_at(c, step)[0].lr * (cooled + (1 - cooled) * c.lr_floor)
+    return stage_at(c, step).lr * (cooled + (1 - cooled) * c.lr_floor)
 
 
 def momentum_at(c: Config, step: int) -> float:
@@ -1380,7 +1332,7 @@ def tail_rate_at(c: Config, step: int) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
 # The log is the record: source, header, events. The clock that times it. Rank 0 writes, the others stay silent.
-# A checkpoint is a folder: tensors.pt, and checkpoint.json with the facts and both checksums.
+# A checkpoint is a folder: torch.distributed.checkpoint's files, and checkpoint.json with the facts and all checksums.
 
 FENCE = "=" * 100
 
@@ -1443,9 +1395,12 @@ def run_quietly(*command: str) -> str:
 
 
 def process_age_s() -> float:
-    """Seconds since this process started, by Linux's account."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.process_time()
 
 
 class Clock:
@@ -1515,18 +1470,22 @@ class Store:
             self.pending.pop().result()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
+        from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
         part, whole = self.folder / f"writing_{name}", self.folder / name
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
-            part.mkdir(parents=True)
-            torch.save(tensors, part / "tensors.pt")
-            body = json.dumps(facts | dict(files={"tensors.pt": sha256_of(part / "tensors.pt")}))
-            (part / "checkpoint.json").write_text(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
-            os.sync()
+            save(tensors, storage_writer=FileSystemWriter(part), no_dist=True)
+            body = json.dumps(facts | dict(files={file.name: sha256_of(file) for file in sorted(part.iterdir())}))
+            with (part / "checkpoint.json").open("w", encoding="ascii") as file:
+                file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
+                file.flush()
+                os.fsync(file.fileno())
             self.last = part.rename(whole)
             for old in sorted(self.folder.glob("step_*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
-        except (OSError, RuntimeError) as error:         # torch.save: RuntimeError
-            why = getattr(error, "strerror", None) or (str(error).splitlines() or [repr(error)])[0]
+        except (Exception, CheckpointException) as error:
+            cause = next(iter(getattr(error, "failures", {0: (error,)}).values()))[0]
+            why = getattr(cause, "strerror", None) or (str(cause).splitlines() or [repr(cause)])[0]
             self.log.event(f"warn: {whole}: checkpoint not written ({why}); the last good one is {self.last}")
             shutil.rmtree(part, ignore_errors=True)
 
@@ -1542,19 +1501,23 @@ def find_checkpoint(resume: str, folder: str) -> Path:
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """(facts, tensors by "PARAMETER/KIND"). Raises Refusal that names the file when a byte is wrong."""
+    from torch.distributed.checkpoint import FileSystemReader, load
     place = Path(folder) / "checkpoint.json"
     try:
         digest, _, body = place.read_bytes().partition(b"\n")
-        right = hashlib.sha256(body).hexdigest().encode() == digest
-        facts = json.loads(body) if right else {}
-        if right:
-            place = Path(folder) / "tensors.pt"
-            right = sha256_of(place) == facts["files"]["tensors.pt"]
-        if not right:
-            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+        facts = json.loads(body) if hashlib.sha256(body).hexdigest().encode() == digest else None
+        for name in facts["files"] if facts else [""]:
+            place = Path(folder) / name if facts else place
+            if not facts or sha256_of(place) != facts["files"][name]:
+                raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
     except OSError as error:
         raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-    return facts, torch.load(place, map_location="cpu", mmap=True, weights_only=True)
+    reader = FileSystemReader(folder)
+    found = reader.read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(info.size, dtype=info.properties.dtype) for key, info in found.items()}
+    with warnings.catch_warnings(action="ignore"):         # "no process group": each rank reads for itself
+        load(tensors, storage_reader=reader, no_dist=True)
+    return facts, tensors
 
 
 @contextlib.contextmanager
@@ -1579,10 +1542,14 @@ def need_finite(where: str, values: dict[str, float]) -> None:
         raise Failure(f"{where}: not a finite number: {', '.join(bad)}. Lower the learning rates, or look at the data")
 
 
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
+
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
-    def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str]):
-        self.config, self.log, self.clock = c, log, clock
+    def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], total_tokens: int, header: dict):
+        self.config, self.log, self.clock, self.total_tokens = c, log, clock, total_tokens
+        peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in header["devices"][0]), None)
+        self.flops_per_token = peak and 6 * header["parameters"]["matmul"] / peak / header["world_size"]  # of the peak
         self.names = ["loss", *(f"gradient of {bank}" for bank in banks)]
         self.waiting, self.tokens, self.stopping = None, 0, False
 
@@ -1590,6 +1557,10 @@ class Progress:
         """Start copying this step's stats (loss, squared gradient norms, stop); look at the step before."""
         self.tokens += tokens
         self.look((step, tokens, self.tokens, lr, stats.to("cpu", non_blocking=True), self.clock.last))
+
+    def mfu(self, tokens: float, ms: float) -> float | None:
+        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
+        return self.flops_per_token * tokens / ms * 1e3 if self.flops_per_token else None
 
     def look(self, new: tuple | None = None) -> None:
         """Write the line of the step that waits, when it is due. Raises Failure for what is not finite in it."""
@@ -1606,9 +1577,14 @@ class Progress:
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
+            mfu = self.mfu(tokens, ms)
             self.log.event(f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} "
                            f"train_time:{self.clock.elapsed_ms():.0f}ms step_avg:{ms:.2f}ms "
-                           f"tokens_per_s:{tokens / ms * 1e3:.0f} lr:{lr:.4f} tokens:{so_far}")
+                           f"tokens_per_s:{tokens / ms * 1e3:.0f} " + (f"mfu:{mfu:.3f} " if mfu else "")
+                           + f"lr:{lr:.4f} tokens:{so_far}")
+        if done == 20 and c.num_steps > 40:
+            pace = sum(self.clock.step_ms) / so_far * self.total_tokens / 1e3
+            self.log.event(f"note: at this pace the run takes about {pace:.0f} s")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1684,7 +1660,7 @@ def budget(run: Run) -> str:
     lengths = [b - a for a, b in zip(starts, starts[1:])] or [run.train_stream.starts[1]]
     kept = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths)
             for clip in {stage.max_doc_tokens for stage in STAGES}}
-    needed = sum(rows_at(c, k) * c.row_tokens / kept[stage_at(c, k)[0].max_doc_tokens] for k in range(c.num_steps))
+    needed = sum(rows_at(c, k) * c.row_tokens / kept[stage_at(c, k).max_doc_tokens] for k in range(c.num_steps))
     text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {there:,} are there"
     epochs = needed / there
     if epochs > c.max_epochs:
@@ -1694,16 +1670,11 @@ def budget(run: Run) -> str:
     return f"{text}: {'enough' if epochs <= 1 else f'wraps, {epochs:.2f} epochs'}"
 
 
-def val_view(c: Config, step: int) -> View:
-    """What validation after so many steps asks of the model."""
-    return View(c.val_window_blocks, trained=(stage_at(c, 0)[0].window, stage_at(c, step)[0].window))
-
-
 def train_view(run: Run, step: int) -> View:
     """What the step asks of the model, for this rank's first rows. Pools are numbered over all steps and ranks."""
     c, pools = run.config, rows_at(run.config, step) // run.config.pool_rows
     first = step * (c.batch_rows // c.pool_rows + 1) + run.world.rank * pools // run.world.size
-    return View(stage_at(c, step)[0].window, val_view(c, step).trained, candidates_at(c, step), first, training=True)
+    return View(stage_at(c, step).window, candidates_at(c, step), first, training=True)
 
 
 def rows_at_once(run: Run, step: int) -> int:
@@ -1740,7 +1711,8 @@ def evaluate(run: Run, step: int) -> float:
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
                                            rows_at_once(run, c.num_steps), c.eod_id, world.rank, world.size):
         inputs, targets = inputs.to(world.device), targets.to(world.device)
-        totals += torch.stack((run.model(inputs, targets, val_view(c, step)).double(), (targets >= 0).sum().double()))
+        loss, count = run.model(inputs, targets, View(c.val_window_blocks)), (targets >= 0).sum()
+        totals += torch.stack((loss.double(), count.double()))
     if world.size > 1:
         dist.all_reduce(totals)
     return float(totals[0] / totals[1])
@@ -1759,7 +1731,7 @@ def warmup(run: Run, log: RunLog) -> None:
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
             log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
-    run.model(tokens, tokens, val_view(c, 0))
+    run.model(tokens, tokens, View(c.val_window_blocks))
     for t, was in saved:
         t.copy_(was)
     for bank, count in zip(banks, steps):
@@ -1814,7 +1786,7 @@ def probe(run: Run) -> dict[str, float]:
     saved = [(weight, place, weight[place].clone()) for weight, place in places]
     for weight, place, was in saved:
         weight[place] = was + 0.05 * torch.randn(was.shape, generator=generator, device=device).to(was.dtype)
-    targets, view = targets.expand_as(rows[0]).contiguous(), val_view(c, c.num_steps)
+    targets, view = targets.expand_as(rows[0]).contiguous(), View(c.val_window_blocks)
     base, *losses = [float(run.model(tokens, targets, view)) for tokens in rows]
     for weight, place, was in saved:
         weight[place] = was
@@ -1852,6 +1824,7 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
         for split, stream in (("train", run.train_stream), ("val", run.val_stream))}
     device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.processor() or platform.machine()
     sizes = {b.group.name: sum(p.numel() for p in b.group.params.values()) for b in run.optimizer.banks}
+    matmul = sum(sizes[b.group.name] for b in run.optimizer.banks if b.group.kind == "muon" or b.group.name == "head")
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"), seed=c.seed,
         config=dataclasses.asdict(c), overrides=overrides, argv=argv, devices=[device] * world.size,
@@ -1862,7 +1835,7 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
         data=data | dict(tokenizer=(dataset_card(run.train_stream.paths) or {}).get("tokenizer")),
         git=dict(commit=run_quietly(*git, "rev-parse", "HEAD"),
                  dirty=bool(run_quietly(*git, "status", "--porcelain", "--untracked-files=no"))),
-        parameters=sizes | dict(total=sum(sizes.values())))
+        parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
 def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
@@ -1922,7 +1895,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
-    progress = Progress(c, log, clock, [bank.group.name for bank in run.optimizer.banks])
+    tokens = sum(rows_at(c, step) for step in range(c.num_steps)) * c.row_tokens
+    progress = Progress(c, log, clock, [bank.group.name for bank in run.optimizer.banks], tokens, header)
     if saved:
         clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
@@ -1934,11 +1908,15 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
             result = loop(run, progress, store, signals, header, saved["step"] if saved else 0)
         finally:
             store.finish()                               # whatever happened: the last good checkpoint is whole
+    times = clock.step_ms
+    slowest = sorted(range(len(times)), key=times.__getitem__)[-5:][::-1]
+    log.event("note: slowest steps: " + ", ".join(f"{i + 1} ({times[i]:.1f} ms)" for i in slowest))
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
     step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
     result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms, time_to_first_step_s=started,
-                   tokens_trained=progress.tokens, peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None)
-    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
+                   tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
+                   peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None)
+    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
     log.event("result:" + json.dumps(result))
     if store.last:
         log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")
@@ -1948,7 +1926,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
 def loop(run: Run, progress: Progress, store: Store, signals: list[int], header: dict, first: int) -> dict:
     """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last validation."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
-    plan = [(rows_at(c, step), stage_at(c, step)[0].max_doc_tokens) for step in range(first, c.num_steps)]
+    plan = [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
     planner = Planner(run.train_stream, c.eod_id, run.position)
     loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
     result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
@@ -1987,12 +1965,12 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
             profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
         if progress.stopping:                             # of the step before, so all ranks stop after the same step
             clock.pause()
-            number = signals[0] if signals else signal.SIGTERM
+            began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
             save_checkpoint(run, store, step + 1, progress, header)
             store.finish()
             result |= dict(status="stopped", step=step + 1, val_loss=None, signal=number,
                            reason=f"{signal.Signals(number).name}; go on with --resume={store.last}")
-            log.event(f"note: {result['reason']}")
+            log.event(f"note: {result['reason']} (checkpoint took {time.perf_counter() - began:.2f} s)")
             break
         if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
             save_checkpoint(run, store, step + 1, progress, header)
