@@ -1753,11 +1753,11 @@ def fit_memory(run: Run, log: RunLog) -> None:
             dist.all_reduce(full)
         if full:
             run.micro_rows = n - c.pool_rows
-            fewer = rows_at_once(run, last) if run.micro_rows else 0
-            text = f"out of memory with {n} rows of {c.row_tokens} tokens at once"
+            run.micro_rows = fewer = rows_at_once(run, last) if run.micro_rows else 0
+            text = f"out of memory with {n} rows of {c.row_tokens} tokens at once: "
             if c.micro_rows or not fewer:
-                raise Failure(f"{text}: " + (f"use --micro_rows={fewer}, or auto" if fewer else "use shorter rows"))
-            log.event(f"note: {text}: trying micro_rows={fewer}")
+                raise Failure(text + (f"use --micro_rows={fewer}, or auto" if fewer else "use a smaller --row_tokens"))
+            log.event(f"note: {text}trying micro_rows={fewer}")
         for bank in run.optimizer.banks:
             bank.zero_grad()
 

@@ -11,7 +11,7 @@ import torch
 from model_helpers import small_options, without_launcher, write_small_shards
 
 ROOT = Path(__file__).resolve().parent.parent
-FACTS = dict(source_sha256="", versions=dict(cuda=None))
+FACTS = dict(versions=dict(cuda=None))
 
 
 @pytest.fixture(scope="module")
@@ -50,52 +50,39 @@ def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real
     assert [entry["tokens"] for entry in header["data"]["train"]["files"]] == [3000, 3001]
     for entry in header["data"]["train"]["files"] + header["data"]["val"]["files"]:
         assert entry["bytes"] == 1024 + 2 * entry["tokens"] and len(entry["fingerprint"]) == 16
-    assert header["parameters"]["total"] == sum(v for k, v in header["parameters"].items() if k not in
-                                                ("total", "matmul"))
+    assert header["parameters"]["total"] == sum(v for k, v in header["parameters"].items() if k != "total")
     assert set(header["git"]) == {"commit", "dirty"}
     assert [point.step for point in log.validation] == [0, 5, 10, 12]
     assert [point.step for point in log.training] == [1, 10]
     assert {"train_time", "step_avg", "tokens_per_s", "lr", "tokens"} <= set(log.training[0].fields)
-    assert log.training[1].fields["tokens"] == 10 * 768
+    assert log.training[1].fields["tokens"] == (4 * 6 + 5 * 12 + 24) * 64
     assert len(log.step_times_ms) == 12 and all(ms > 0 for ms in log.step_times_ms)
     assert log.finished and not log.resumed and log.val_loss == pytest.approx(log.validation[-1].loss, abs=1e-4)
     result = log.result
     assert (result["step"], result["num_steps"], result["val_tokens"]) == (12, 12, 500)
-    assert result["tokens_trained"] == 12 * 768 and result["time_to_first_step_s"] > 0
+    assert result["tokens_trained"] == (4 * 6 + 5 * 12 + 3 * 24) * 64 and result["time_to_first_step_s"] > 0
     assert result["step_avg_ms"] == pytest.approx(result["train_time_ms"] / 12, rel=1e-3)
-    assert {"mfu", "peak_memory_mib", "status", "reason"} <= set(result)
+    assert {"peak_memory_mib", "status", "reason"} <= set(result)
     assert sum(log.step_times_ms) <= result["train_time_ms"] * 1.001 + 1
     for line in path.read_text().splitlines()[-20:]:
         if line.startswith(("step:", "result:", "note:")):
             assert line in printed.splitlines()
 
 
-def test_the_source_comes_back_from_the_log_verbatim(tg, real_log):
-    assert tg.source_of(real_log[0]) == Path(tg.__file__).read_text()
-
-
-def test_a_tampered_source_is_refused(tg, real_log):
+def test_a_tampered_source_is_seen(tg, real_log, logs):
     path = real_log[0]
     text = path.read_text()
-    path.write_text(text.replace("lr_matrix: float = 0.05", "lr_matrix: float = 0.06", 1))
-    with pytest.raises(tg.Refusal, match="changed after the run"):
-        tg.source_of(path)
-    path.write_text("no log at all\n")
-    with pytest.raises(tg.Refusal, match="not a log"):
-        tg.source_of(path)
-    path.write_text("source\n" + tg.FENCE + "\n[1]\n")
-    with pytest.raises(tg.Refusal, match="not a log"):
-        tg.source_of(path)
+    path.write_text(text.replace("lr_matrix: float = 0.023", "lr_matrix: float = 0.024", 1))
+    assert not logs.parse_log(path).sha_matches
 
 
 @pytest.mark.parametrize("source", ["x = 1\n", "x = '\u00fc'\n\n", "\n"])
 def test_any_source_makes_the_round_trip(tg, tmp_path, source):
-    import hashlib
-    log = tg.RunLog(str(tmp_path), tg.World(), console=False)
-    log.header(source, {**FACTS, "source_sha256": hashlib.sha256(source.encode()).hexdigest()})
+    log = tg.RunLog(str(tmp_path), tg.World())
+    log.header(source, FACTS)
     log.event("note: hello")
     log.close()
-    assert tg.source_of(log.path) == source
+    assert log.path.read_text().partition("\n" + tg.FENCE + "\n")[0] + "\n" == source
 
 
 def test_a_script_without_a_newline_at_its_end_still_makes_a_readable_log(tg, tmp_path):
@@ -111,7 +98,7 @@ def test_a_script_without_a_newline_at_its_end_still_makes_a_readable_log(tg, tm
 
 
 def test_two_runs_started_at_once_do_not_clash(tg, tmp_path):
-    first, second = (tg.RunLog(str(tmp_path / "a" / "b"), tg.World(), console=False) for _ in range(2))
+    first, second = (tg.RunLog(str(tmp_path / "a" / "b"), tg.World()) for _ in range(2))
     first.event("first")
     second.event("second")
     first.close()
@@ -150,7 +137,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tg, tmp_path, capsys):
 
 
 def test_every_event_is_on_disk_at_once(tg, tmp_path):
-    log = tg.RunLog(str(tmp_path), tg.World(), console=False)
+    log = tg.RunLog(str(tmp_path), tg.World())
     log.event("step:1")
     assert log.path.read_text() == "step:1\n"
     log.close()
@@ -190,15 +177,15 @@ def progress(tg, tmp_path, **changes):
     c = tg.Config(**{**dict(num_steps=100, log_every_steps=10), **changes})
     clock = tg.Clock(torch.device("cpu"))
     clock.resume()
-    log = tg.RunLog(str(tmp_path), tg.World(), console=False)
-    return tg.Progress(c, tg.World(), log, clock, ["loss", "gradient of head"], 1000), clock, log
+    log = tg.RunLog(str(tmp_path), tg.World())
+    return tg.Progress(c, log, clock, ["head"]), clock, log
 
 
 def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
     watch, clock, log = progress(tg, tmp_path)
     for step in range(31):
         clock.step_done()
-        assert watch.push(step, 64, 1.0, torch.tensor([3.0 + step, 0.1])) is None
+        watch.push(step, 64, 1.0, torch.tensor([3.0 + step, 0.1, 0.0]))
         lines = log.path.read_text().splitlines()
         assert sum(line.startswith("step:") for line in lines) == (step >= 1) + step // 10
     log.close()
@@ -206,29 +193,29 @@ def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
     assert [line.split()[:2] for line in lines] == [
         [f"step:{n}/100", f"train_loss:{2 + n:.4f}"] for n in (1, 10, 20, 30)]
     assert lines[1].endswith("tokens:640") and watch.tokens == 31 * 64
-    assert log.path.read_text().count("note: at this pace 100 steps take about") == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_named_with_its_step(tg, tmp_path, bad):
     watch, clock, log = progress(tg, tmp_path)
     clock.step_done()
-    assert watch.push(4, 64, 1.0, torch.tensor([3.0, bad])) is None
+    watch.push(4, 64, 1.0, torch.tensor([3.0, bad, 0.0]))
     clock.step_done()
-    assert watch.push(5, 64, 1.0, torch.tensor([bad, 1.0])) == "step 5: not a finite number: gradient of head"
-    assert watch.flush() == "step 6: not a finite number: loss"
-    assert watch.flush() is None
+    with pytest.raises(tg.Failure, match="^step 5: not a finite number: gradient of head. Lower the"):
+        watch.push(5, 64, 1.0, torch.tensor([bad, 1.0, 0.0]))
+    with pytest.raises(tg.Failure, match="^step 6: not a finite number: loss. Lower the"):
+        watch.look()
+    watch.look()
     log.close()
 
 
-def test_utilisation_is_six_times_matmul_parameters_over_the_peak(tg, tmp_path, monkeypatch):
-    watch, _, log = progress(tg, tmp_path)
-    assert watch.mfu(1000, 1.0) is None          # no peak is known for a CPU
+def test_the_wish_to_stop_is_seen_one_step_late(tg, tmp_path):
+    watch, clock, log = progress(tg, tmp_path)
+    for stop, seen in ((0.0, False), (1.0, False), (0.0, True)):
+        clock.step_done()
+        watch.push(0, 64, 1.0, torch.tensor([3.0, 0.1, stop]))
+        assert watch.stopping is seen
     log.close()
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    world = tg.World(0, 2, torch.device("cuda", 0))
-    watch = tg.Progress(tg.Config(), world, log, tg.Clock(torch.device("cpu")), [], 100_000_000)
-    assert watch.mfu(524_288, 1000) == pytest.approx(6 * 1e8 * 524_288 / (2 * 989e12))
 
 
 def test_the_fingerprint_sees_begin_and_end_of_a_file(tg, tmp_path):
