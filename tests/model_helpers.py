@@ -1,4 +1,4 @@
-"""Small models, batches and runs that tests share: a few thousand parameters, yet every kind of layer and skip.
+"""Small models, batches and runs that tests share: a few thousand parameters, yet every kind of layer.
 
 Fresh models are zero in every output projection, so a test on them could not see half of the paths: `randomise` first.
 """
@@ -11,11 +11,11 @@ from rank_helpers import load_train_gpt
 from shard_helpers import raw_shard
 
 EOD = 60
-SMALL = dict(       # 5 layers: long, short and no attention, value embeddings, a skip, late attention, n-grams
+SMALL = dict(       # 5 layers: long and short attention, value embeddings, n-grams, copies
     vocab_size=300, eod_id=EOD, num_steps=3, batch_tokens=24 * 64, row_tokens=64, micro_rows=24, pool_rows=1,
     val_tokens=500, val_overlap=16, val_window_blocks=8, val_every_steps=0, target_loss=0.0, model_dim=32,
-    num_layers=5, num_heads=2, head_dim=16, qk_dim=8, mlp_dim=64, long_layers=(1, 4), no_attention_layers=(2,),
-    value_layers=(1, 4), skip=(0, 2), late_source=2, table_rows=500, block_tokens=8, max_epochs=100)
+    num_layers=5, num_heads=2, head_dim=16, qk_dim=8, copy_dim=8, mlp_dim=64, long_layers=(1, 4),
+    value_layers=(1, 4), table_rows=500, block_tokens=8, max_epochs=100)
 
 
 def small_config(**changes):
@@ -101,7 +101,7 @@ def small_run(files, world=None, random_weights=True, **changes):
 def small_batches(run):
     """The run's loader, as the training loop makes it."""
     tg, c = load_train_gpt(), run.config
-    plan = [(tg.rows_at(c, step), tg.stage_at(c, step)[0].max_doc_tokens) for step in range(c.num_steps)]
+    plan = [(tg.rows_at(c, step), tg.stage_at(c, step).max_doc_tokens) for step in range(c.num_steps)]
     return tg.batches(tg.Planner(run.train_stream, c.eod_id), plan, c.row_tokens, run.world.rank, run.world.size)
 
 
@@ -130,8 +130,6 @@ def by_parameter(run, shards):
     """{bank: [shard of rank 0, 1, ..]} -> {parameter: tensor}, padding left out; the n-gram table as rank 0 has it."""
     out = {}
     for bank in run.optimizer.banks:
-        if bank.group.name not in shards:                # waits for a later step
-            continue
         if bank.group.kind == "rows":
             ids, grads = shards[bank.group.name][0]
             out["ngrams"] = torch.zeros(bank.weight.shape).index_add_(0, ids, grads)

@@ -73,26 +73,27 @@ def test_orthogonalisation_in_bf16_is_near_that_in_fp32(tg):
 # ---- the head's loss and its candidates -----------------------------------------------------------------------------
 
 
-WEIGHTS = tuple(map(torch.tensor, (1.0, 0.5, 0.25)))
+tg_no_match = -1e4
 
 
 def head_case(dtype=FP32, T=48, K=64, V=256):
-    """x, w, bias of the normaliser, three rows of targets."""
+    """x, w, targets, and the logarithms of the softmax's share and of what is copied."""
     x = F.rms_norm(normal(T, K), (K,)).to(dtype)
     w = (0.05 * normal(V, K, seed=1)).to(dtype)
-    targets = torch.randint(0, V, (3, T), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    targets[:, ::5] = -1
-    return x, w, normal(V, seed=3).abs() / 4, targets
+    targets = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    targets[::5] = -1
+    share = torch.rand(T, generator=torch.Generator().manual_seed(3)).clamp(0.05, 0.95)
+    log_copy = (1 - share).log() - normal(T, seed=4).abs()
+    log_copy[1::4] = tg_no_match                       # nothing to copy
+    return x, w, targets, share.log(), log_copy
 
 
-def plain_head(x, w, bias, targets, weights=WEIGHTS):
-    """Loss and gradients by autograd in fp64."""
-    x, w = x.double().requires_grad_(), w.double().requires_grad_()
-    z = 23 / (1 + torch.exp(-(x @ w.T + 5) / 7.5))
-    lse = (z + bias.double()).logsumexp(1)
-    loss = sum(weight * (lse - z[torch.arange(len(z)), row.clamp(min=0).long()])[row >= 0].sum()
-               for row, weight in zip(targets, weights))
-    return loss.detach(), *torch.autograd.grad(loss, (x, w))
+def plain_head(x, w, targets, log_lm, log_copy):
+    """Loss and the four gradients by autograd in fp64, from the mixture's probabilities."""
+    x, w, log_lm, log_copy = (t.double().requires_grad_() for t in (x, w, log_lm, log_copy))
+    p = (23 / (1 + torch.exp(-(x @ w.T + 5) / 7.5))).softmax(1)[torch.arange(len(x)), targets.clamp(min=0).long()]
+    loss = -(log_lm.exp() * p + log_copy.exp()).log()[targets >= 0].sum()
+    return loss.detach(), *torch.autograd.grad(loss, (x, w, log_lm, log_copy))
 
 
 def squash(tg):
@@ -103,44 +104,44 @@ def error(got, wanted):
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def test_a_single_target_without_bias_is_the_cross_entropy_of_squashed_logits(tg):
-    x, w, _, targets = head_case()
+def test_without_copies_the_head_is_the_cross_entropy_of_squashed_logits(tg):
+    x, w, targets, _, _ = head_case()
     z = 23 * torch.sigmoid((x @ w.T + 5) / 7.5)
-    wanted = F.cross_entropy(z, targets[0].long(), ignore_index=-1, reduction="sum")
-    got = tg.further_cross_entropy(x, w, torch.zeros(1), targets[:1], WEIGHTS[:1], squash(tg))
+    wanted = F.cross_entropy(z, targets.long(), ignore_index=-1, reduction="sum")
+    got = tg.mixed_cross_entropy(x, w, targets, torch.zeros(48), torch.full((48,), tg.NO_MATCH), squash(tg))
     assert got.dtype == FP32 and float(got) == pytest.approx(float(wanted), rel=1e-6)
 
 
 def test_the_reference_equals_the_formula_in_double_precision(tg):
     case = head_case()
-    wanted = plain_head(*case)[0]
-    assert error(tg.further_cross_entropy(*case, WEIGHTS, squash(tg)), wanted) < 1e-6
-    bare = tg.further_cross_entropy(case[0], case[1], torch.zeros(1), case[3], WEIGHTS, squash(tg))
-    assert abs(float(bare - wanted)) > 1                        # the bias counts
+    assert tg.NO_MATCH == tg_no_match
+    assert error(tg.mixed_cross_entropy(*case, squash(tg)), plain_head(*case)[0]) < 1e-6
+    bare = tg.mixed_cross_entropy(*case[:4], torch.full((48,), tg.NO_MATCH), squash(tg))
+    assert float(bare - plain_head(*case)[0]) > 1                # copies count
 
 
 def test_the_head_in_one_pass_equals_autograd(tg):
-    x, w, bias, targets = head_case()
+    x, w, *rest = head_case()
     for w_scale in (1.0, 40.0):                # the second saturates the squash
-        case = x, w * w_scale, bias, targets
-        for got, wanted in zip(tg.head_gradients(*case, WEIGHTS, squash(tg), False), plain_head(*case)):
+        case = x, w * w_scale, *rest
+        found = tg.head_gradients(*case, squash(tg), False)
+        for got, wanted in zip(found, plain_head(*case), strict=True):
             assert error(got, wanted) < 3e-6
-        unused = (targets < 0).all(0)
-        assert bool((tg.head_gradients(*case, WEIGHTS, squash(tg), False)[1][unused] == 0).all())
+        assert all(bool((t[rest[0] < 0] == 0).all()) for t in (found[1], found[3], found[4]))
 
 
 def test_the_head_in_bf16_is_near_the_exact_one(tg):
     case = head_case(torch.bfloat16)
-    loss, dx, dw = tg.head_gradients(*case, WEIGHTS, squash(tg), False)
+    loss, dx, dw, d_lm, d_copy = tg.head_gradients(*case, squash(tg), False)
     wanted = plain_head(*case)
-    assert loss.dtype == FP32 and dx.dtype == dw.dtype == torch.bfloat16
+    assert loss.dtype == d_lm.dtype == d_copy.dtype == FP32 and dx.dtype == dw.dtype == torch.bfloat16
     assert error(loss, wanted[0]) < 1e-3 and error(dx, wanted[1]) < 1e-2 and error(dw, wanted[2]) < 1e-2
 
 
 def test_the_head_in_fp8_is_near_the_one_in_bf16(tg):
     case = head_case(torch.bfloat16)
-    loss, dx, dw = tg.head_gradients(*case, WEIGHTS, squash(tg), True)
-    wanted = tg.head_gradients(*case, WEIGHTS, squash(tg), False)
+    loss, dx, dw, *_ = tg.head_gradients(*case, squash(tg), True)
+    wanted = tg.head_gradients(*case, squash(tg), False)
     assert error(loss, wanted[0]) < 2e-3
     # e5m2 has two bits of mantissa, e4m3 three: roundings of up to 1/8 and 1/16, 0.072 and 0.036 in the square mean
     assert 1e-3 < error(dx, wanted[1]) < 0.09 and 1e-3 < error(dw, wanted[2]) < 0.09
@@ -153,22 +154,23 @@ def test_fp8_scales_do_not_overflow(tg):
     x[:, 0] = K ** 0.5                                           # the largest entry that RMSNorm lets through
     w = torch.full((128, K), 0.01, dtype=torch.bfloat16)
     w[0, 0], w[1, 0] = 10.0, -10.0
-    targets = torch.ones(3, 16, dtype=torch.int32)
-    loss, dx, dw = tg.head_gradients(x, w, torch.zeros(1), targets, WEIGHTS, squash(tg), True)
+    targets, none = torch.ones(16, dtype=torch.int32), torch.full((16,), tg.NO_MATCH)
+    loss, dx, dw, *_ = tg.head_gradients(x, w, targets, torch.zeros(16), none, squash(tg), True)
     assert loss.isfinite() and bool(dx.isfinite().all()) and bool(dw.isfinite().all())
-    steepest = sum(map(float, WEIGHTS)) * 23 / 7.5 / 4           # total weight times the squash's largest slope
-    assert steepest < 1.4 and tg.G_SCALE * steepest <= torch.finfo(torch.float8_e5m2).max
+    steepest = 23 / 7.5 / 4                                      # the squash's largest slope
+    assert steepest < 0.8 and tg.G_SCALE * steepest <= torch.finfo(torch.float8_e5m2).max
     assert tg.X_SCALE * K ** 0.5 <= torch.finfo(torch.float8_e4m3fn).max
     # one row of small gradients is not flushed to zero either: 1 / V of a probability still has a value in e5m2
     assert float(torch.tensor(tg.G_SCALE / 50304).to(torch.float8_e5m2)) > 0
 
 
 def test_the_head_loss_scales_its_gradients_by_what_comes_from_above(tg):
-    x, w, bias, targets = head_case()
-    x, w = x.requires_grad_(), w.requires_grad_()
-    (tg.HeadLoss.apply(x, w, bias, targets, WEIGHTS, squash(tg), False, tg.head_gradients) / 96).backward()
-    _, dx, dw = plain_head(x.detach(), w.detach(), bias, targets)
-    assert error(x.grad, dx / 96) < 3e-6 and error(w.grad, dw / 96) < 3e-6
+    x, w, targets, *logs = head_case()
+    leaves = [t.requires_grad_() for t in (x, w, *logs)]
+    loss = tg.HeadLoss.apply(x, w, targets, *logs, squash(tg), False, tg.head_gradients)
+    (loss / 96).backward()
+    for leaf, wanted in zip(leaves, plain_head(*(t.detach() for t in (x, w, targets, *logs)))[1:]):
+        assert error(leaf.grad, wanted / 96) < 3e-6
 
 
 @pytest.mark.parametrize("count", (128, 256, 384))
@@ -176,30 +178,19 @@ def test_the_head_loss_scales_its_gradients_by_what_comes_from_above(tg):
 def test_candidates_are_all_targets_then_negatives_each_once(tg, count, start):
     targets = torch.randint(0, 384, (3, 40), generator=torch.Generator().manual_seed(start), dtype=torch.int32)
     targets[1:, ::5] = -1
-    ids, columns, n = tg.candidate_set(targets, 384, count, start)
+    ids, columns = tg.candidate_set(targets, 384, count, start)
     wanted = targets[targets >= 0].unique().long()
-    assert ids.shape == (count,) and len(ids.unique()) == count and int(n) == len(wanted)
-    assert set(ids[:int(n)].tolist()) == set(wanted.tolist())
+    assert ids.shape == (count,) and len(ids.unique()) == count
+    assert set(ids[:len(wanted)].tolist()) == set(wanted.tolist())
     assert torch.equal(ids[columns[ids]], ids) and int((columns >= 0).sum()) == count
     walk = [(start + j) * 20_011 % 384 for j in range(384)]
     others = [i for i in walk if i not in set(wanted.tolist())]
-    assert ids[int(n):].tolist() == others[:count - int(n)]
+    assert ids[len(wanted):].tolist() == others[:count - len(wanted)]
 
 
 def test_too_many_targets_leave_some_out_and_never_repeat(tg):
-    ids, columns, n = tg.candidate_set(torch.arange(300)[None], 384, 128, 7)
-    assert len(ids.unique()) == 128 and int(n) == 300 and int((columns >= 0).sum()) == 128 and bool((ids < 300).all())
-
-
-def test_the_correction_makes_the_normaliser_right_on_average(tg):
-    """Mean of the corrected sum of exponentials over all starts of the walk = the sum over the vocabulary."""
-    z, targets = normal(384), torch.tensor([3, 4, 5, 200])
-    sums = []
-    for start in range(384):
-        ids, _, n = tg.candidate_set(targets, 384, 128, start)
-        bias = torch.where(torch.arange(128) < n, 0.0, math.log((384 - int(n)) / (128 - int(n))))
-        sums.append(float((z[ids] + bias).exp().sum()))
-    assert sum(sums) / 384 == pytest.approx(float(z.exp().sum()), rel=0.01)
+    ids, columns = tg.candidate_set(torch.arange(300)[None], 384, 128, 7)
+    assert len(ids.unique()) == 128 and int((columns >= 0).sum()) == 128 and bool((ids < 300).all())
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
@@ -299,6 +290,55 @@ def test_flex_attention_over_the_block_lists_equals_dense_attention(tg, monkeypa
         torch.testing.assert_close(fast, dense, rtol=0, atol=1e-5)
 
 
+def mass_case(T=64, D=16, dtype=FP32, device="cpu"):
+    """q, k (leaves), tokens, targets, segments for attention_mass: few tokens, so that many keys match."""
+    tokens = random_tokens(2, T, seed=7, vocab=6, every=T // 3).to(device)
+    q, k = (3 * normal(2, T, D, seed=seed) for seed in (5, 6))
+    return *((t.to(device, dtype).requires_grad_()) for t in (q, k)), tokens, tokens.roll(-1, 1), tg_segments(tokens)
+
+
+def tg_segments(tokens):
+    return (tokens == EOD).cumsum(1, dtype=torch.int32)
+
+
+def mass_and_gradients(attention_mass, q, k, tokens, targets, mask, block):
+    """The two masses, and the gradients of a weighted sum of all that is finite in them."""
+    every, found = attention_mass(q, k, tokens, targets, mask, block)
+    there = found > -100
+    weights = normal(2, q.size(1), seed=8).to(q.device)
+    total = (every * weights).sum() + (found.where(there, 0) * weights.flip(0)).sum()
+    return every, found.where(there, -1e4), there.float(), *torch.autograd.grad(total, (q, k))
+
+
+def test_the_mass_of_attention_is_its_formula(tg):
+    q, k, tokens, targets, segments = mass_case()
+    mask = tg.dense_mask(segments, blocks(3), 8)
+    every, found, there = (t.detach() for t in mass_and_gradients(
+        tg.attention_mass, q, k, tokens, targets, mask, 8)[:3])
+    scores = torch.einsum("bid,bjd->bij", q.double(), k.double()) / 4
+    for b in range(2):
+        for i in range(64):
+            seen = mask.dense[b, 0, i]
+            same = seen & (tokens[b] == targets[b, i])
+            assert float(every[b, i]) == pytest.approx(float(scores[b, i][seen].logsumexp(0)), abs=1e-5)
+            assert bool(there[b, i]) == bool(same.any())
+            if same.any():
+                assert float(found[b, i]) == pytest.approx(float(scores[b, i][same].logsumexp(0)), abs=1e-5)
+    assert 0.2 < float(there.mean()) < 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_mass_by_flex_attention_equals_the_dense_one(tg, monkeypatch):
+    """Eagerly on the CPU, with a window of the whole row, as for attention above."""
+    import torch.nn.attention.flex_attention as flex
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    q, k, tokens, targets, segments = mass_case(T=128)
+    found = [mass_and_gradients(tg.attention_mass, q, k, tokens, targets, build(segments, blocks(8), 16), 16)
+             for build in (tg.dense_mask, tg.block_mask)]
+    for dense, fast in zip(*found):
+        torch.testing.assert_close(fast, dense, rtol=0, atol=2e-5)
+
+
 # ---- the switch ------------------------------------------------------------------------------------------------------
 
 
@@ -341,13 +381,23 @@ def test_compiled_flex_attention_equals_dense_attention_on_a_gpu(tg):
 
 
 @pytest.mark.gpu
+def test_the_mass_by_compiled_flex_attention_equals_the_dense_one_on_a_gpu(tg):
+    q, k, tokens, targets, segments = mass_case(T=1024, D=128, dtype=torch.bfloat16, device="cuda")
+    found = [mass_and_gradients(run, q, k, tokens, targets, build(segments, blocks(3).cuda(), 128), 128)
+             for run, build in ((tg.attention_mass, tg.dense_mask),
+                                (torch.compile(tg.attention_mass, dynamic=False, fullgraph=True), tg.block_mask))]
+    for dense, fast in zip(*found):
+        assert error(fast, dense) < 0.02
+
+
+@pytest.mark.gpu
 def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg):
     if not tg.choose_kernels(torch.device("cuda", 0)).fp8:
         pytest.skip("this GPU has no fp8")
     case = [t.cuda() for t in head_case(torch.bfloat16, T=512, K=256, V=1024)]
-    wanted = tg.head_gradients(*case, WEIGHTS, squash(tg), False)
+    wanted = tg.head_gradients(*case, squash(tg), False)
     for run in (tg.head_gradients, torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)):
-        loss, dx, dw = run(*case, WEIGHTS, squash(tg), True)
+        loss, dx, dw, *_ = run(*case, squash(tg), True)
         assert error(loss, wanted[0]) < 2e-3 and error(dx, wanted[1]) < 0.09 and error(dw, wanted[2]) < 0.09
 
 
