@@ -1899,9 +1899,9 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms, time_to_first_step_s=started,
                    tokens_trained=progress.tokens, peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
-    log.event("result:" + json.dumps(result))
     if store.last:
         log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")
+    log.event("result:" + json.dumps(result))
     return result
 
 
