@@ -274,6 +274,8 @@ run_training() {
         fi
         processes=${NPROC:-1}
         set -- --preset=demo "$@"
+        export TRAIN_GPT=$script                         # demo.py trains with it and then says what came out
+        script=$root/records/demo.py
     fi
 
     # Waiting OpenMP threads spin: more of them than cores makes a step many times slower.

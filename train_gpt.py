@@ -1917,9 +1917,9 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
                    tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
                    peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
-    log.event("result:" + json.dumps(result))
     if store.last:
         log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")
+    log.event("result:" + json.dumps(result))
     return result
 
 

@@ -1,9 +1,10 @@
 """A checkpoint as a model that can be used: what sample.py, evaluate.py and export.py share.
 
-A checkpoint is a folder step_N: tensors in torch.distributed.checkpoint's format, keyed "PARAMETER/KIND" (weight,
-exact in fp32; momentum for Muon's; exp_avg and exp_avg_sq for Adam's; and rng/cpu, rng/cuda), and checkpoint.json: the
-sha256 of its rest, a newline, and JSON with the step, the header of the run's log under "run", and the sha256 of every
-other file. Load only checkpoints whose origin you trust: torch's index file is a pickle.
+A checkpoint is a folder step_N: tensors.pt, a dict keyed "PARAMETER/KIND" (weight, exact in fp32, of the n-gram table
+in the precision of the run; momentum and second moments of neurons for Muon's; exp_avg and exp_avg_sq for Adam's; tail,
+the average over the end of the run; grad, of what learns on every second step; second and seen of the table's rows),
+and checkpoint.json: the sha256 of its rest, a newline, and JSON with the step, the header of the run's log under "run",
+and the sha256 of tensors.pt, which holds tensors only and is read as such.
 """
 
 import importlib.util
@@ -42,10 +43,9 @@ class Loaded(NamedTuple):
     facts: dict
 
     @property
-    def window(self) -> torch.Tensor:
-        """The attention window after the last stage, in blocks."""
-        blocks = self.config.window_tokens // self.config.block_tokens
-        return torch.full((), blocks, dtype=torch.int32, device=self.model.embed.device)
+    def view(self):
+        """What the run's own validation asked of the model at this step."""
+        return import_trainer().val_view(self.config, self.facts["step"])
 
 
 def load_model(folder, device: str | None = None, compile: str = "auto") -> Loaded:

@@ -2,12 +2,13 @@
 
     python records/export.py CHECKPOINT OUT.safetensors [--dtype=float32|bfloat16]
 
-Layout: one tensor for each parameter, under the name and in the shape that it has in train_gpt.py's GPT:
+Layout: one tensor for each parameter, under the name and in the shape that it has in train_gpt.py's GPT, among them:
     embed, head             [padded vocabulary, model_dim]; rows from vocab_size on only pad
-    value_embeds.N          [padded vocabulary, heads * head_dim]
-    blocks.N.attention.qkv  [3, heads * head_dim, model_dim]: queries, keys, values
-    blocks.N.attention.out, .mlp.up, .mlp.down          [outputs, inputs], as torch.nn.Linear keeps them
-    blocks.N.mix, .attention.value_mix, .skip_weight    mixing scalars
+    value_embeds            [padded vocabulary, value layers * heads * head_dim]
+    ngrams                  [orders * table_rows + 1, model_dim]: hashed n-grams; large
+    blocks.N.attention.qk   [pairs of heads, width of a pair, model_dim]: queries, then keys; .value, .out (transposed)
+    blocks.N.up, .down      [mlp_dim, model_dim]; down is transposed
+    *gates, *scale(s), *mix, skip_weights, smear        gates and mixing scalars
 Metadata (text): config (JSON of train_gpt.Config), tokenizer, step, run_id, source_sha256. load_example.py reads it.
 """
 

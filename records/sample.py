@@ -11,15 +11,32 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from records import checkpoints  # noqa: E402
 
 
+@torch.no_grad()
+def generate(loaded, prompt: list[int], num_tokens: int, seed: int = 0, temperature: float = 0.8, top_k: int = 50
+             ) -> list[int]:
+    """prompt + num_tokens sampled tokens, from at most the last row_tokens of them."""
+    c, model, view, tokens = loaded.config, loaded.model, loaded.view, list(prompt)
+    device, generator = model.embed.device, torch.Generator().manual_seed(seed)
+    for _ in range(num_tokens):
+        context = tokens[-c.row_tokens:]
+        row = torch.tensor([context + [c.eod_id] * (-len(context) % c.block_tokens)], dtype=torch.int32, device=device)
+        logits = model(row, None, view)[0, len(context) - 1, :c.vocab_size].float().cpu() / max(temperature, 1e-6)
+        best = logits.topk(min(top_k, c.vocab_size))
+        tokens.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)]))
+    return tokens
+
+
 def sample(loaded, prompt: str, num_tokens: int, temperature: float, top_k: int, seed: int) -> str:
     """The prompt and what follows it."""
-    trainer, tokenizer = checkpoints.import_trainer(), checkpoints.tokenizer_of(loaded)
+    tokenizer = checkpoints.tokenizer_of(loaded)
     tokens = [loaded.config.eod_id, *tokenizer.encode(prompt)]
-    return tokenizer.decode(trainer.generate(loaded.model, tokens, num_tokens, seed, temperature, top_k))
+    return tokenizer.decode(generate(loaded, tokens, num_tokens, seed, temperature, top_k))
 
 
 def main() -> int:

@@ -109,16 +109,6 @@ def test_one_two_one_ranks_agree_with_one(run_ranks, straight, tmp_path):
         np.testing.assert_allclose(value, straight[3][name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 
-def test_stopped_in_the_middle_of_a_banks_two_steps_it_goes_on_bit_for_bit(straight, tmp_path):
-    """Value embeddings learn on every second step: after an odd one, their gradients wait in the checkpoint."""
-    argv = changed(straight[1], "--checkpoint_every_steps=3", f"--checkpoint_dir={tmp_path}/checkpoints")
-    run_here(0, 1, argv)
-    third = checkpoints_in(tmp_path)[0]
-    assert third.name == "step_000003"
-    weights = run_here(0, 1, changed(argv, f"--resume={third}"))[1]
-    assert same_weights(weights, straight[3])
-
-
 # ---- what does not fit is refused ------------------------------------------------------------------------------------
 
 

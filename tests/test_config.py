@@ -59,9 +59,9 @@ def test_the_default_preset_is_the_callers_choice(tg):
 def test_overrides_take_the_type_of_their_field(tg):
     config, overrides = tg.parse_config(["--preset=tiny", "--num_steps=7", "--lr_matrix=1e-3", "--long_layers=0,1",
                                          "--train_files=a=b,*.bin", "--compile=on", "--fp8=off", "--deterministic",
-                                         "--micro_rows=auto", "--no_attention_layers=", "--squash=30,0,7.5"])
+                                         "--micro_rows=auto", "--value_layers=", "--squash=30,0,7.5"])
     assert overrides == dict(num_steps=7, lr_matrix=1e-3, long_layers=(0, 1), train_files="a=b,*.bin", compile="on",
-                             fp8="off", deterministic="on", micro_rows=0, no_attention_layers=(), squash=(30, 0, 7.5))
+                             fp8="off", deterministic="on", micro_rows=0, value_layers=(), squash=(30, 0, 7.5))
     assert {key: getattr(config, key) for key in overrides} == overrides
     assert config.model_dim == tg.PRESETS["tiny"]["model_dim"]
 
@@ -100,11 +100,9 @@ def test_config_is_frozen(tg):
     (["--eod_id=50257"], ["--eod_id=50257", "50257"]),
     (["--vocab_size=65537"], ["--vocab_size=65537", "65536"]),
     (["--long_layers=11"], ["--long_layers", "10"]),
-    (["--no_attention_layers=-1"], ["--no_attention_layers", "10"]),
+    (["--value_layers=-1"], ["--value_layers", "10"]),
     (["--value_layers=1,11"], ["--value_layers", "10"]),
-    (["--skip=3"], ["--skip=(3,)", "two layers in order"]),
-    (["--skip=6,3"], ["--skip=(6, 3)", "two layers in order"]),
-    (["--late_source=11"], ["--late_source=11", "0 to 10"]),
+    (["--copy_dim=0"], ["--copy_dim=0", "more than 0"]),
     (["--table_orders=2,5"], ["--table_orders=(2, 5)", "1 to 4"]),
     (["--table_orders="], ["--table_orders=()", "1 to 4"]),
     (["--squash=23,5"], ["--squash=(23, 5)", "cap, shift, width"]),

@@ -20,6 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 STUB = ("import os, sys\n"
         "print({name!r}, sys.argv[1:], 'OMP=' + os.environ.get('OMP_NUM_THREADS', '-'))\n")
 
+# The demo's script is named by TRAIN_GPT; this one runs it as a stub of its own.
+DEMO_STUB = ("import os, runpy\n"
+             "print('demo of', end=' ', flush=True)\n"
+             "runpy.run_path(os.environ['TRAIN_GPT'])\n")
+
 FAKE_PIP = """#!/bin/bash
 if [ "$1 $2" = "-m pip" ]; then
     echo "pip" >>"$FAKE_LOG"
@@ -41,12 +46,13 @@ class House:
         self.root = folder / "my house"
         self.bin = folder / "bin"
         self.packages = folder / "packages"
-        for path in (self.root / "data", self.bin, self.packages):
+        for path in (self.root / "data", self.root / "records", self.bin, self.packages):
             path.mkdir(parents=True)
         for name in ("run.sh", "requirements.txt", "requirements-dev.txt"):
             shutil.copy(ROOT / name, self.root / name)
         for name in ("train_gpt.py", "data/text.py", "data/cached_fineweb10B.py"):
             (self.root / name).write_text(STUB.format(name=name))
+        (self.root / "records/demo.py").write_text(DEMO_STUB)
         self.log = folder / "log"
         self.environment = {"PATH": str(self.bin), "PYTHONPATH": str(self.packages), "FAKE_LOG": str(self.log),
                             "HOME": str(folder), "FAKE_GPUS": "0"}
@@ -130,7 +136,7 @@ def test_without_gpus_it_makes_the_text_and_trains_the_demo(house):
     lines = result.stdout.splitlines()
     assert result.returncode == 0, result.stderr
     assert lines[0].startswith("data/text.py ['--builtin', '--tokenizer=bytes', '--out=data/builtin']")
-    assert lines[1].startswith("train_gpt.py ['--preset=demo', '--seed=3'] OMP=")
+    assert lines[1].startswith("demo of train_gpt.py ['--preset=demo', '--seed=3'] OMP=")
     assert int(lines[1].rpartition("=")[2]) >= 1
     assert "no GPU" in result.stderr and "FineWeb" in result.stderr
 
@@ -139,7 +145,15 @@ def test_the_text_is_made_once_and_threads_are_the_users_choice(house):
     house.torch()
     (house.root / "data/builtin").mkdir()
     (house.root / "data/builtin/dataset.json").write_text("{}")
-    assert house.run(OMP_NUM_THREADS="7").stdout == "train_gpt.py ['--preset=demo'] OMP=7\n"
+    assert house.run(OMP_NUM_THREADS="7").stdout == "demo of train_gpt.py ['--preset=demo'] OMP=7\n"
+
+
+def test_the_demo_trains_with_the_users_script(house):
+    house.torch()
+    (house.root / "data/builtin").mkdir()
+    (house.root / "data/builtin/dataset.json").write_text("{}")
+    (house.root / "idea.py").write_text(STUB.format(name="idea"))
+    assert house.run("idea.py", "--seed=3").stdout.startswith("demo of idea ['--preset=demo', '--seed=3'] OMP=")
 
 
 @pytest.mark.parametrize("option", ["--preset=tiny", "--train_files=x.bin"])
@@ -179,7 +193,7 @@ def test_without_shards_and_network_it_says_so_and_trains_the_demo_on_the_gpu(ho
     house.torch(gpus=8)
     (house.root / "data/cached_fineweb10B.py").write_text("raise SystemExit(1)\n")
     result = house.run()
-    assert result.stdout.splitlines()[-1] == "train_gpt.py ['--preset=demo'] OMP=-"
+    assert result.stdout.splitlines()[-1] == "demo of train_gpt.py ['--preset=demo'] OMP=-"
     assert "fineweb_train_*.bin" in result.stderr and "cached_fineweb10B.py 9" in result.stderr
 
 

@@ -320,18 +320,6 @@ def test_tensors_lists_everything_that_a_step_changes(tg):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_bank_that_waits_uses_the_gradients_of_all_its_steps(tg):
-    p = nn.Parameter(torch.ones(4))
-    optimizer = tg.Optimizer([tg.Group("slow", "adam", {"p": p}, 0.1, (0.0, 0.0), every=2)], tg.World(), False, FP32)
-    p.grad += 1.0
-    assert not optimizer.step(1.0, 0.9).any()
-    assert torch.equal(p.detach(), torch.ones(4))
-    p.grad += 2.0
-    assert float(optimizer.step(1.0, 0.9)) == 4 * 9
-    torch.testing.assert_close(p.detach(), torch.full((4,), 0.9))
-    assert not p.grad.any()
-
-
 def test_the_tail_blends_an_average_and_keeps_the_norm(tg):
     matrix, flat, plain = (nn.Parameter(normal(*s)) for s in ((2, 4, 6), (10,), (5,)))
     groups = [tg.Group("m", "muon", {"m": matrix}, 0.1, tail=True), tg.Group("f", "adam", {"f": flat}, 0.1, tail=True),
@@ -379,9 +367,9 @@ def test_communication_overlaps_the_updates(tg, monkeypatch):
 
 
 def ranked_groups(tg, params, table):
-    """Every kind of bank: one with a tail, one that waits for a second step, a table."""
+    """Every kind of bank: with a tail of both kinds, a table."""
     matrices, rest = make_groups(tg, params)
-    return [matrices._replace(tail=True), rest._replace(every=2, tail=True),
+    return [matrices._replace(tail=True), rest._replace(tail=True),
             tg.Group("table_rows", "rows", {"rows": table}, 0.1, (0.0, 0.9), 1e-15)]
 
 

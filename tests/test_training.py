@@ -81,19 +81,15 @@ def three_steps(rank, size, files, micro_rows, more=None):
     world = tg.init_world() if size > 1 else tg.World()
     tg.join_group(world)
     run = small_run(files, world, micro_rows=micro_rows, **(more or {}))
-    gradients, losses, norms, validation, waiting = record_gradients(run), [], [], [tg.evaluate(run, 0)], None
+    gradients, losses, norms, validation = record_gradients(run), [], [], [tg.evaluate(run, 0)]
     for step, batch in enumerate(small_batches(run)):
         stats = take_step(run, step, batch)
         losses.append(float(stats[0]))
         norms.append(stats[1:].tolist())
-        if waiting is None:                          # of the bank that is updated on every second step
-            waiting = {key.removesuffix("/grad"): t.clone() for key, t in run.optimizer.gathered()
-                       if key.endswith("/grad")}
     validation.append(tg.evaluate(run, 3))
     weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     tg.close_world(world)
-    return dict(gradients=gradients[0], waiting=waiting, losses=losses, norms=norms, validation=validation,
-                weights=weights)
+    return dict(gradients=gradients[0], losses=losses, norms=norms, validation=validation, weights=weights)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +112,7 @@ def split(request, files, run_ranks):
 def gathered(files, results):
     """{parameter: gradient of step 1}."""
     shards = {name: [r["gradients"][name] for r in results] for name in results[0]["gradients"]}
-    return by_parameter(small_run(files), shards) | results[0]["waiting"]
+    return by_parameter(small_run(files), shards)
 
 
 def assert_same_gradients(found, wanted, tolerance):
@@ -228,8 +224,7 @@ def test_compiled_training_gives_the_gradients_and_losses_of_the_uncompiled(tg, 
         run = small_run(files, compile=switch)
         gradients, batch = record_gradients(run), next(small_batches(run))
         losses.append([tg.evaluate(run, 0), float(take_step(run, 0, batch)[0])])
-        waiting = {key.removesuffix("/grad"): t for key, t in run.optimizer.gathered() if key.endswith("/grad")}
-        found.append(by_parameter(run, {name: [shard] for name, shard in gradients[0].items()}) | waiting)
+        found.append(by_parameter(run, {name: [shard] for name, shard in gradients[0].items()}))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert_same_gradients(found[1], found[0], 1e-5)
 

@@ -1,6 +1,7 @@
 """Using a trained model: sample.py, evaluate.py, export.py, load_example.py on a checkpoint of a small run."""
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import torch
 from rank_helpers import ROOT
 from run_helpers import byte_run, checkpoints_in, run_here
 
-from records import checkpoints, evaluate, export, sample
+from records import checkpoints, demo, evaluate, export, sample
 
 ITEMS = [   # our own: the right ending repeats the rhythm that the shards teach
     {"ctx": "The cat sat on the mat. The cat sat on the", "endings": ["mat.", "qzx!", "0000", "~~~~"], "label": 0},
@@ -23,7 +24,7 @@ ITEMS = [   # our own: the right ending repeats the rhythm that the shards teach
 def trained(tmp_path_factory, request):
     """(checkpoint, result of its run) of a small byte model."""
     folder = tmp_path_factory.mktemp("trained")
-    argv = byte_run(folder, "--checkpoint_every_steps=40", num_steps=40)
+    argv = byte_run(folder, "--checkpoint_every_steps=100", "--lr_head=0.05", num_steps=100)
     (folder / "dataset.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=257, eod_id=256)))
     result = run_here(0, 1, argv)[0]
     return checkpoints_in(folder)[-1], result
@@ -68,16 +69,24 @@ def test_temperature_zero_takes_the_likeliest(loaded):
 def test_padding_ids_are_never_drawn(tg, loaded):
     with torch.no_grad():
         loaded.model.head[257:] = loaded.model.head[97] * 100        # the padding looks likely
-    tokens = tg.generate(loaded.model, [256, 97], 200, seed=0, temperature=5.0, top_k=10 ** 6)
+    tokens = sample.generate(loaded, [256, 97], 200, seed=0, temperature=5.0, top_k=10 ** 6)
     assert max(tokens) <= 256 and len(tokens) == 202
+
+
+def test_a_text_reads_the_logits_of_its_last_token(loaded):
+    text = sample.generate(loaded, [256, 97], 70, temperature=0.0)                 # past the length of a row
+    assert len(text) == 72
+    for n in (2, 3, 17, 71):
+        context = text[max(0, n - 64):n]
+        row = torch.tensor([context + [7] * (-len(context) % 16)], dtype=torch.int32)     # what follows doesn't matter
+        assert text[n] == int(loaded.model(row, None, loaded.view)[0, len(context) - 1, :257].argmax())
 
 
 def test_256_tokens_of_the_demo_model_take_seconds(tg):
     config = tg.parse_config(["--preset=demo"])[0]
-    model = tg.GPT(config).eval()
-    tg.init_weights(config, model)
+    loaded = checkpoints.Loaded(config, tg.GPT(config).eval(), {"step": config.num_steps})
     began = time.perf_counter()
-    tg.generate(model, [256], 256)
+    sample.generate(loaded, [256], 256)
     assert time.perf_counter() - began < 15
 
 
@@ -142,7 +151,7 @@ def test_the_score_of_an_ending_is_the_sum_over_its_tokens(tg, loaded):
     for i, token in enumerate(ending):
         tokens = context + ending[:i]
         row = torch.tensor([tokens + [256] * (-len(tokens) % 16)], dtype=torch.int32)
-        by_hand += float(loaded.model(row, None, loaded.window)[0, len(tokens) - 1].log_softmax(-1)[token])
+        by_hand += loaded.model(row, None, loaded.view)[0, len(tokens) - 1].log_softmax(-1)[token].item()
     assert abs(evaluate.log_probability(loaded, context, ending) - by_hand) < 1e-4
 
 
@@ -160,8 +169,59 @@ def test_evaluate_from_the_command_line(trained, tmp_path, call):
     path.write_text("\n".join(map(json.dumps, ITEMS)))
     status, said, errors = call(evaluate, trained[0], f"--choices={path}", f"--files={ROOT}/no/such/*.bin")
     assert status == 2 and "acc 1.0000" in said and "no val shards match" in errors, (said, errors)
-    status, said, errors = call(evaluate, trained[0], "--row_tokens=32")
+    status, said, errors = call(evaluate, trained[0], "--row_tokens=16")
+    assert status == 2 and "smaller than a row" in errors
+    status, said, errors = call(evaluate, trained[0], "--row_tokens=32", "--overlap=0")
     assert status == 0 and "nats per token over" in said and "bits per byte" in said, errors
+
+
+# ---- the demo's closing words ----------------------------------------------------------------------------------------
+
+
+def test_the_bigram_baseline_is_the_smoothed_table_without_document_marks(tg, loaded):
+    c = loaded.config
+    train, val = (tg.TokenStream(tg.find_shards(files, "any"), 257) for files in (c.train_files, c.val_files))
+    tokens = {}
+    for name, stream in (("train", train), ("val", val)):
+        tokens[name] = torch.empty(stream.num_tokens, dtype=torch.int32)
+        stream.read(0, stream.num_tokens, tokens[name])
+    counts = torch.ones(257, 257, dtype=torch.float64)
+    for a, b in zip(tokens["train"][:-1].tolist(), tokens["train"][1:].tolist()):
+        counts[a, b] += 1
+    logp = (counts / counts.sum(1, keepdim=True)).log()
+    pairs = zip(tokens["val"][:c.val_tokens].tolist(), tokens["val"][1:c.val_tokens + 1].tolist())
+    found = [float(logp[a, b]) for a, b in pairs if b != 256]
+    assert demo.bigram_loss(c, train, val) == pytest.approx(-sum(found) / len(found), rel=1e-6)
+
+
+def test_the_demo_ends_with_what_its_numbers_mean(tg, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=1000", num_steps=40)
+    assert demo.main(argv) == 0
+    said = capsys.readouterr().out
+    result = json.loads(said[said.index("result:") + 7:].splitlines()[0])
+    [(nats, bits), (bigram, _)] = re.findall(r": (\S+) nats/byte, (\S+) bits/byte on held-out text", said)
+    assert float(bits) == pytest.approx(float(nats) / math.log(2), abs=2e-4)
+    assert abs(float(nats) - result["val_loss"]) < 0.2 and 0 < float(bigram) < 5.6     # without marks, so not the same
+    assert "a sample of what it writes:" in said and "tokens/s on this machine" in said
+    log = re.search(r"the log is (\S+)", said)[1]
+    assert json.loads((tmp_path / log).read_text().rpartition("result:")[2]) == result
+
+
+def test_without_a_checkpoint_or_bytes_the_demo_ends_as_the_trainer_does(tg, tmp_path, monkeypatch, capsys):
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=3", num_steps=3)
+    assert demo.main(argv) == 0
+    assert "nats/byte" in capsys.readouterr().out
+    assert demo.main([*argv[:-1], "--checkpoint_every_steps=0"]) == 0           # the old one is not its own
+    assert "nats/byte" not in capsys.readouterr().out
+    assert demo.main([*argv, "--nonsense=1"]) == 2
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(tg, "main", lambda argv: 0)
+    assert demo.main(argv) == 0 and "nats/byte" not in capsys.readouterr().out
+    assert demo.closing_words(checkpoints_in(tmp_path)[-1], 5)
+    argv = [word for word in argv if "vocab_size" not in word]
+    run_here(0, 1, [*argv, "--vocab_size=300"])
+    assert demo.closing_words(checkpoints_in(tmp_path)[-1], 5) == ""
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------
@@ -173,12 +233,12 @@ def test_export_and_the_loading_example(loaded, trained, tmp_path):
     out = tmp_path / "model.safetensors"
     tensors = export.export(trained[0], out)
     model, metadata = load_example.load(out)
-    assert metadata["tokenizer"] == "bytes" and metadata["step"] == "40"
+    assert metadata["tokenizer"] == "bytes" and metadata["step"] == "100"
     for name, p in loaded.model.named_parameters():
         assert (dict(model.named_parameters())[name] == p).all() and tensors[name].shape == p.shape
     text = [256, *b"hello"]
     row = torch.tensor([text + [256] * 10], dtype=torch.int32)
-    expected = loaded.model(row, None, loaded.window)[0, 5, :257].softmax(-1)
+    expected = loaded.model(row, None, loaded.view)[0, 5, :257].softmax(-1)
     assert torch.allclose(load_example.next_probabilities(model, text), expected)
     lines = (ROOT / "records" / "load_example.py").read_text().splitlines()
     assert len(lines) <= 40

@@ -1,0 +1,78 @@
+"""Trains the demo, and says at its end what the numbers mean and what the model writes. run.sh starts it.
+
+    python records/demo.py --preset=demo [--key=value ...]      options of the trainer ($TRAIN_GPT, or train_gpt.py)
+
+The closing words come from the checkpoint that the demo writes at its end; where there is none, or where the tokens are
+no bytes, there are none. Signals and exit codes are the trainer's own.
+"""
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from records import checkpoints, sample  # noqa: E402
+
+
+@torch.no_grad()
+def model_loss(loaded, stream) -> float:
+    """Nats a byte of the run's validation targets; marks of documents don't count."""
+    tg, c, totals = checkpoints.import_trainer(), loaded.config, torch.zeros(2, dtype=torch.float64)
+    for inputs, targets in tg.validation_rows(stream, c.val_tokens, c.row_tokens, c.val_overlap, 1, c.eod_id, 0, 1):
+        targets = targets.masked_fill(targets == c.eod_id, -1)
+        loss = loaded.model(inputs, targets, loaded.view)
+        totals += torch.stack((loss.double(), (targets >= 0).sum().double()))
+    return float(totals[0] / totals[1])
+
+
+def bigram_loss(c, train, val) -> float:
+    """Nats a byte of the same targets by the add-one-smoothed bigram table of the training shards."""
+    def pairs(stream, count):
+        tokens = torch.empty(count + 1, dtype=torch.int32)
+        stream.read(0, count + 1, tokens)
+        return tokens[:-1].long() * c.vocab_size + tokens[1:]
+    counts = torch.bincount(pairs(train, train.num_tokens - 1), minlength=c.vocab_size ** 2)
+    logp = (counts.view(c.vocab_size, -1) + 1).double().log()
+    logp = (logp - logp.logsumexp(1, keepdim=True)).flatten()
+    found = pairs(val, c.val_tokens)
+    return -float(logp[found[found % c.vocab_size != c.eod_id]].mean())
+
+
+def closing_words(checkpoint, num_tokens: int = 400) -> str:
+    """What the run that wrote the checkpoint has reached, in a few lines; empty when its tokens are no bytes."""
+    tg, loaded = checkpoints.import_trainer(), checkpoints.load_model(checkpoint, device="cpu", compile="off")
+    c, facts = loaded.config, loaded.facts
+    if c.vocab_size != 257:
+        return ""
+    train, val = (tg.TokenStream(tg.find_shards(files, what), c.vocab_size)
+                  for files, what in ((c.train_files, "train"), (c.val_files, "val")))
+    losses = {"this model": model_loss(loaded, val), "a bigram table": bigram_loss(c, train, val)}
+    lines = [f"{name}: {nats:.4f} nats/byte, {nats / math.log(2):.4f} bits/byte on held-out text"
+             for name, nats in losses.items()]
+    text = sample.sample(loaded, "\n\nThe ", num_tokens, 0.8, 50, c.seed)
+    lines += ["a sample of what it writes:", *(f"    | {line}" for line in text.splitlines())]
+    lines.append(f"{facts['tokens'] / facts['total_ms'] * 1e3:,.0f} tokens/s on this machine; a GPU would train the "
+                 "real thing: ./run.sh on one to eight H100s with FineWeb shards")
+    lines.append(f"the log is {Path(c.log_dir) / facts['run']['run_id']}.txt")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    began, tg = time.time_ns(), checkpoints.import_trainer()
+    code = tg.main(argv)
+    if code or {"--help", "-h"} & set(argv) or os.environ.get("RANK", "0") != "0":
+        return code
+    config, _ = tg.parse_config(argv, "demo")
+    written = Path(config.checkpoint_dir).glob("*/step_*/checkpoint.json")
+    fresh = {path.stat().st_mtime_ns: path.parent for path in written if path.stat().st_mtime_ns >= began}
+    if fresh:
+        print(closing_words(fresh[max(fresh)]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
