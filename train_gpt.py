@@ -1018,10 +1018,9 @@ class GPT(nn.Module):
             log_p = self.squash(F.linear(x, self.head)).log_softmax(-1)
             dense = dense_mask(segments, torch.full_like(segments[0, 0], view.window), self.config.block_tokens)
             return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense.dense)
-        x = x if view.training else x.detach()          # validation runs training's graphs and drops what they kept
-        log_lm, log_copy = self.pointer(x, tokens_BT, targets_BT, masks["long"])
-        with torch.set_grad_enabled(view.training):
-            parts = zip(*(t.split(size) for t in (x, targets_BT, log_lm, log_copy)))
+        rows = x, targets_BT, *self.pointer(x, tokens_BT, targets_BT, masks["long"])
+        with torch.set_grad_enabled(view.training):      # validation runs training's graphs up to here
+            parts = zip(*((t if view.training else t.detach()).split(size) for t in rows))
             return sum(self.pool_loss(*(t.flatten(0, 1) for t in part), view, i) for i, part in enumerate(parts))
 
     def pool_loss(self, x: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, pool: int) -> Tensor:
@@ -1785,7 +1784,7 @@ def probe(run: Run) -> dict[str, float]:
         places.append((table.data, ids[ids < len(table) - 1].unique()))
     saved = [(weight, place, weight[place].clone()) for weight, place in places]
     for weight, place, was in saved:
-        weight[place] = was + 0.05 * torch.randn(was.shape, generator=generator, device=device).to(was.dtype)
+        weight[place] = was + 0.2 * torch.randn(was.shape, generator=generator, device=device).to(was.dtype)
     targets, view = targets.expand_as(rows[0]).contiguous(), View(c.val_window_blocks)
     base, *losses = [float(run.model(tokens, targets, view)) for tokens in rows]
     for weight, place, was in saved:

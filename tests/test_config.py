@@ -34,7 +34,7 @@ def test_defaults_are_the_record_in_numbers(tg):
 
 def test_the_sprint_is_the_record_on_one_gpu(tg):
     c = tg.parse_config(["--preset=sprint"])[0]
-    assert (c.num_steps, c.batch_tokens, c.target_loss, c.val_tokens) == (465, 262_144, 3.48, 2_097_152)
+    assert (c.num_steps, c.batch_tokens, c.target_loss, c.val_tokens) == (800, 131_072, 3.48, 2_097_152)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):

@@ -50,7 +50,9 @@ def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real
     assert [entry["tokens"] for entry in header["data"]["train"]["files"]] == [3000, 3001]
     for entry in header["data"]["train"]["files"] + header["data"]["val"]["files"]:
         assert entry["bytes"] == 1024 + 2 * entry["tokens"] and len(entry["fingerprint"]) == 16
-    assert header["parameters"]["total"] == sum(v for k, v in header["parameters"].items() if k != "total")
+    assert header["parameters"]["total"] == sum(
+        v for k, v in header["parameters"].items() if k not in ("total", "matmul"))
+    assert 0 < header["parameters"]["matmul"] < header["parameters"]["total"]
     assert set(header["git"]) == {"commit", "dirty"}
     assert [point.step for point in log.validation] == [0, 5, 10, 12]
     assert [point.step for point in log.training] == [1, 10]
@@ -178,7 +180,8 @@ def progress(tg, tmp_path, **changes):
     clock = tg.Clock(torch.device("cpu"))
     clock.resume()
     log = tg.RunLog(str(tmp_path), tg.World())
-    return tg.Progress(c, log, clock, ["head"]), clock, log
+    header = dict(devices=["NVIDIA H100 80GB HBM3"], world_size=1, parameters=dict(matmul=10 ** 9))
+    return tg.Progress(c, log, clock, ["head"], 6400, header), clock, log
 
 
 def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
@@ -193,6 +196,12 @@ def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
     assert [line.split()[:2] for line in lines] == [
         [f"step:{n}/100", f"train_loss:{2 + n:.4f}"] for n in (1, 10, 20, 30)]
     assert lines[1].endswith("tokens:640") and watch.tokens == 31 * 64
+    fields = dict(field.split(":") for field in lines[1].split())
+    mfu = 6 * 1e9 * float(fields["tokens_per_s"]) / 989e12
+    assert float(fields["mfu"]) == pytest.approx(mfu, rel=0.02, abs=6e-4)
+    assert watch.mfu(1e6, 1e3) == pytest.approx(6 * 1e9 * 1e6 / 989e12)
+    pace, = [line for line in log.path.read_text().splitlines() if "at this pace" in line]
+    assert int(pace.split()[-2]) == round(sum(clock.step_ms[:20]) / 20 * 100 / 1e3, 0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

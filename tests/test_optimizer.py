@@ -429,14 +429,13 @@ def test_a_checkpoint_has_every_number_once_without_padding():
     wanted = {f"{name}/{kind}": shape for name, shape in shapes.items() if len(shape) > 1 and name != "table"
               for kind in ("weight", "momentum", "tail")}
     wanted |= {f"{name}/{kind}": shapes[name] for name in ("table", "mix", "scale")
-               for kind in ("weight", "exp_avg", "exp_avg_sq", "tail", "grad")}
+               for kind in ("weight", "exp_avg", "exp_avg_sq", "tail")}
     wanted |= {"qkv/second": (3, 1, 16), "out/second": (1, 16), "other/second": (1, 16),
                "rows/weight": (18, 4), "rows/second": (18,), "rows/seen": (18,)}
     assert {key: tuple(t.shape) for key, t in tensors.items()} == wanted
-    assert tensors["table/grad"].any()                            # after three steps the bank that waits has gradients
 
 
-@pytest.mark.parametrize("stop", [2, 3])                          # the second is in the middle of a bank's two steps
+@pytest.mark.parametrize("stop", [2, 3])
 def test_stopped_and_gone_on_is_the_same_bit_for_bit(stop):
     straight, norms, last = several_steps(0, 1, FP32)
     tensors = several_steps(0, 1, FP32, stop=stop)[2]
