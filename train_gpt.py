@@ -137,7 +137,7 @@ PRESETS: dict[str, dict] = {
     "sprint": dict(num_steps=465, batch_tokens=262144, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21, max_epochs=2),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
-        vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=4,
+        vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=2,
         val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0, model_dim=128,
         num_layers=4, num_heads=4, head_dim=32, qk_dim=32, mlp_dim=512, long_layers=(1, 3), no_attention_layers=(),
         value_layers=(0, 2, 3), skip=(0, 2), late_source=1, table_rows=65_521, table_orders=(2, 3, 4), block_tokens=32,
