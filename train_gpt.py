@@ -138,15 +138,15 @@ PRESETS: dict[str, dict] = {
         lr_matrix=0.0163, lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.4),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
-        vocab_size=257, eod_id=256, num_steps=510, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=4,
-        val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=100, target_loss=0.0,
-        model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, mlp_dim=512, long_layers=(1, 3),
-        value_layers=(0, 2, 3), table_rows=65_521, block_tokens=32,
-        checkpoint_every_steps=10 ** 6),
+        vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=2,
+        val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0, model_dim=128,
+        num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512, long_layers=(1, 3),
+        value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4), block_tokens=32,
+        squash=(30.0, 0.0, 7.5), lr_matrix=0.04, lr_head=0.02, checkpoint_every_steps=10 ** 6),
     "tiny": dict(
         max_epochs=1, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
         val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
-        mlp_dim=128, long_layers=(0,), value_layers=(0, 2),
+        copy_dim=32, mlp_dim=128, long_layers=(0,), value_layers=(0, 2),
         table_rows=1021, block_tokens=16),
 }
 CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
@@ -1852,7 +1852,7 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
     progress.clock.collect()
     tensors = {}
     for key, t in run.optimizer.gathered():
-        need_finite(f"step {step}", {key: 0.0 if t.isfinite().all() else math.nan})
+        need_finite(f"step {step}", {key: float(t.sum(dtype=torch.float64))})          # without a copy of the table
         if run.world.rank == 0:
             tensors[key] = t.to("cpu", copy=True)
     if run.world.rank == 0:

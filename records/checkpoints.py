@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
     @property
     def view(self):
         """What the run's own validation asked of the model at this step."""
-        return import_trainer().val_view(self.config, self.facts["step"])
+        return import_trainer().View(self.config.val_window_blocks)
 
 
 def load_model(folder, device: str | None = None, compile: str = "auto") -> Loaded:

@@ -488,4 +488,4 @@ def test_pieces_can_be_changed_by_a_number(tg, changes):
     assert sum(len(group["params"]) for group in groups) >= len(list(model.parameters())) - 1
     loss = model(tokens, tokens, view(training=True))
     loss.backward()
-    assert math.isfinite(float(loss))
+    assert math.isfinite(loss.item())

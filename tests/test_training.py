@@ -563,7 +563,7 @@ def test_epochs_are_counted_in_the_log(files, tmp_path):
 
 
 def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, monkeypatch):
-    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 1.0, 1.0, 10, 3, 0.0, ()),))
+    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 1.0, 1.0, 10, 3, 0.0),))
     run = small_run(files, max_epochs=4)
     starts = run.train_stream.document_starts(0, EOD)
     lengths = [b - a for a, b in zip(starts, starts[1:])]
@@ -684,5 +684,5 @@ def test_the_small_model_learns_its_walk_nearly_to_its_entropy(tg, files):
     for step, batch in enumerate(small_batches(run)):
         last = float(take_step(run, step, batch)[0])
         first = first or last
-    assert tg.candidates_at(run.config, 99) == 0                    # the full softmax at the end, of the next token
-    assert 1.5 * math.log(128) < first <= 1.75 * math.log(128) and last < 1.5
+    assert tg.candidates_at(run.config, 99) == 0                    # the full softmax at the end
+    assert first == pytest.approx(math.log(128), abs=0.01) and last < 1.5
