@@ -27,7 +27,7 @@ def next_probabilities(model, tokens):
     """Probability of each id after the tokens. Rows are filled up to whole blocks with end-of-document tokens."""
     c = model.config
     row = torch.tensor([tokens + [c.eod_id] * (-len(tokens) % c.block_tokens)], dtype=torch.int32)
-    return model(row, None, train_gpt.View(c.val_window_blocks))[0, len(tokens) - 1, :c.vocab_size].exp()
+    return model(row, None, train_gpt.View(c.val_window_blocks))[0, len(tokens) - 1, :c.vocab_size].softmax(-1)
 
 
 if __name__ == "__main__":
