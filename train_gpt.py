@@ -149,13 +149,19 @@ PRESETS: dict[str, dict] = {
         num_heads=2, head_dim=64, mlp_dim=512, long_layers=(0, 3), no_attention_layers=(), num_value_tables=2,
         ngram_rows=(8192, 32_768, 32_768), window_tokens=256, block_tokens=32, attention_scale=0.3, sample_tokens=400),
     "tiny": dict(
-        max_epochs=1, vocab_size=50_257, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8,
-        val_tokens=10_000, val_row_tokens=128, val_every_steps=0, target_loss=0.0,
-        model_dim=64, num_layers=2, num_heads=2, head_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(),
-        num_value_tables=1, window_tokens=64, block_tokens=16, momentum_warmup_steps=10),
+        num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_row_tokens=128,
+        val_every_steps=0, target_loss=0.0, model_dim=64, num_layers=2, num_heads=2, head_dim=32, mlp_dim=128,
+        long_layers=(0,), no_attention_layers=(), num_value_tables=1, window_tokens=64, block_tokens=16,
+        momentum_warmup_steps=10),
 }
 CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
                fp8=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
+LIMITS = {key: limits for keys, *limits in (          # smallest and largest value, else 0 and 2^63 - 1
+    ("num_layers", 1, 1000), ("num_steps", 1, 10 ** 6), ("vocab_size", 1, 2 ** 16), ("batch_tokens", 1, 2 ** 26),
+    ("row_tokens block_tokens window_tokens num_heads mlp_dim", 1, 2 ** 24), ("ngram_rows", 1, 2 ** 31),
+    ("val_row_tokens model_dim head_dim", 4, 2 ** 24), ("max_epochs log_every_steps", 1, 2 ** 63 - 1),
+    ("softcap rotary_base", 1e-6, 2 ** 63 - 1), ("cooldown_frac", 0, 1),
+    ("adam_beta1 adam_beta2 momentum_start momentum_end", 0, 0.999999)) for key in keys.split()}
 SWITCH_WORDS = {"true": "on", "1": "on", "yes": "on", "false": "off", "0": "off", "no": "off"}
 HARMLESS_KEYS = ("seed", "log_dir", "micro_rows", "train_files", "val_files",     # overrides that change no curve
                  "checkpoint_every_steps", "checkpoint_dir", "self_check")
@@ -178,7 +184,7 @@ def parse_value(key: str, kind: type, text: str):
     except ValueError:
         wanted = "one of " + ", ".join(CHOICES[key]) if key in CHOICES else \
             {int: "a whole number", float: "a number"}.get(kind, "whole numbers with commas, as 0,4,11")
-        raise Refusal(f"--{key}={text}: expected {wanted}") from None
+        raise Refusal(f"--{key}={text:.99}: expected {wanted}") from None
 
 
 def help_text() -> str:
@@ -193,13 +199,13 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
         key = key.replace("-", "_")
-        if not arg.startswith("--") or (not equals and "on" not in CHOICES.get(key, ())):
-            raise Refusal(f"{arg}: expected --key=value (see --help)")
+        if not arg.startswith("--") or not arg.isprintable() or (not equals and "on" not in CHOICES.get(key, ())):
+            raise Refusal(f"{ascii(arg)[1:-1]:.99}: expected --key=value in printable characters (see --help)")
         if key not in kinds:
-            near = [k for k in kinds if key and (key in k or k in key or k[:4] == key[:4])]
-            raise Refusal(f"--{key}: no such key; " + (f"did you mean {', '.join(near)}?" if near else "see --help"))
+            near = ", ".join(k for k in kinds if key and (key in k or k in key or k[:4] == key[:4]))
+            raise Refusal(f"--{key:.99}: no such key; " + (f"did you mean {near}?" if near else "see --help"))
         if key in texts:
-            raise Refusal(f"--{key}: given twice")
+            raise Refusal(f"--{key}: given twice, expected once")
         texts[key] = text if equals else "on"
     overrides = {key: parse_value(key, kinds[key], text) for key, text in texts.items()}
     preset = overrides.pop("preset", default_preset)
@@ -214,29 +220,23 @@ def check_config(c: Config) -> None:
         if not ok:
             raise Refusal(text)
 
+    own = dict(eod_id=(0, c.vocab_size - 1, "vocab_size - 1"), num_value_tables=(0, c.num_layers // 2, "num_layers/2"),
+               **dict.fromkeys(("long_layers", "no_attention_layers"), (0, c.num_layers - 1, "num_layers - 1")))
     for f in dataclasses.fields(c):
-        value = getattr(c, f.name)
-        if isinstance(value, (int, float)):
-            need(0 <= value < 2 ** 63, f"--{f.name}={value}: expected a finite number from 0 to 2^63")
-    for key in ("num_steps batch_tokens row_tokens val_row_tokens block_tokens num_layers max_epochs model_dim "
-                "num_heads head_dim mlp_dim vocab_size log_every_steps softcap rotary_base").split():
-        need(getattr(c, key) > 0, f"--{key}={getattr(c, key)}: expected more than 0")
-    need(c.batch_tokens % c.row_tokens == 0,
-         f"--batch_tokens={c.batch_tokens}: expected a multiple of row_tokens={c.row_tokens}")
-    for key in ("row_tokens", "val_row_tokens", "window_tokens"):
-        need(getattr(c, key) % c.block_tokens == 0 and getattr(c, key) > 0,
-             f"--{key}={getattr(c, key)}: expected a multiple of block_tokens={c.block_tokens}")
+        value, (low, high, *name) = getattr(c, f.name), (LIMITS | own).get(f.name, (0, 2 ** 63 - 1))
+        for number in () if isinstance(value, str) else value if isinstance(value, tuple) else (value,):
+            need(low <= number <= high, f"--{f.name}={value!s:.99}: expected a finite number from {low} to "
+                 + " = ".join([*name, str(high)]))
+    for key, unit in (("batch", "row"), ("row", "block"), ("val_row", "block"), ("window", "block")):
+        value, size = getattr(c, f"{key}_tokens"), getattr(c, f"{unit}_tokens")
+        need(value % size == 0, f"--{key}_tokens={value}: expected a multiple of {unit}_tokens={size}")
     need(c.head_dim % 4 == 0, f"--head_dim={c.head_dim}: expected a multiple of 4 (rotary turns half of each head)")
-    need(c.eod_id < c.vocab_size, f"--eod_id={c.eod_id}: expected less than vocab_size={c.vocab_size}")
-    need(c.vocab_size <= 65_536, f"--vocab_size={c.vocab_size}: shards hold 16-bit tokens, at most 65536")
-    need(2 * c.num_value_tables <= c.num_layers,
-         f"--num_value_tables={c.num_value_tables}: expected at most num_layers / 2 = {c.num_layers // 2}")
-    for key in ("long_layers", "no_attention_layers"):
-        need(all(0 <= i < c.num_layers for i in getattr(c, key)),
-             f"--{key}={getattr(c, key)}: expected layers from 0 to {c.num_layers - 1}")
-    need(c.adam_beta1 < 1 and c.adam_beta2 < 1 and c.momentum_end < 1 and c.momentum_start < 1,
-         "--adam_beta1, --adam_beta2, --momentum_start, --momentum_end: expected less than 1")
-    need(c.cooldown_frac <= 1, f"--cooldown_frac={c.cooldown_frac}: expected at most 1")
+    need(len(c.ngram_rows) <= min(c.row_tokens, c.val_row_tokens),
+         f"--ngram_rows={str(c.ngram_rows):.99}: expected no more tables than row_tokens and val_row_tokens")
+    params = c.model_dim * (2 * c.padded_vocab + sum(c.ngram_rows) + 2 * c.num_layers * c.mlp_dim) \
+        + c.num_heads * c.head_dim * (4 * c.num_layers * c.model_dim + c.num_value_tables * c.padded_vocab)
+    need(params <= 10 ** 10, f"--model_dim={c.model_dim} with num_layers, num_heads, head_dim, mlp_dim, vocab_size, "
+         f"ngram_rows and num_value_tables: {params:,} parameters, expected at most {10 ** 10:,}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
