@@ -930,34 +930,37 @@ def shard_tokens(path: str) -> int:
         raise Refusal(f"{path}: found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION}{hint}")
     if count <= 0 or size != SHARD_HEADER_BYTES + 2 * count:
         raise Refusal(f"{path}: header says {count:,} tokens ({SHARD_HEADER_BYTES + 2 * count:,} bytes), "
-                      f"found {size:,} bytes; {again}")
+                      f"found {size:,} bytes, expected as many and at least one token; {again}")
     return count
 
 
 def find_shards(patterns: str, what: str) -> list[str]:
     """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
     names = sorted({os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())})
-    found: dict[str, str] = {}                # by the file itself, which may have several names
-    for name in names:
-        found.setdefault(os.path.realpath(name), name)
-    paths = list(found.values())
+    paths = sorted({os.path.realpath(name): name for name in names[::-1]}.values())     # a file may have several names
+    for path in paths:
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            raise Refusal(f"{path}: no file that can be read; restore it, or name others with --{what}_files=PATTERN")
     if not paths:
-        raise Refusal(f"no {what} shards match {patterns}. FineWeb: python data/cached_fineweb10B.py; the demo's text: "
-                      "python data/text.py --builtin --tokenizer=bytes; your own: python data/text.py --help; or name "
-                      f"shards with --{what}_files=PATTERN")
+        raise Refusal(f"no {what} shards match {patterns:.300}. FineWeb: python data/cached_fineweb10B.py; the demo's "
+                      "text: python data/text.py --builtin --tokenizer=bytes; your own: python data/text.py --help; or "
+                      f"name shards with --{what}_files=PATTERN")
     return paths
 
 
 def dataset_card(paths: list[str]) -> dict | None:
     """The dataset.json beside the shards, if there is one. Raises Refusal when it can't be used."""
     card = Path(paths[0]).parent / "dataset.json"
-    if not card.is_file():
+    if not os.path.lexists(card):
         return None
     try:
-        found = json.loads(card.read_text(encoding="utf-8"))
-        return dict(tokenizer=str(found["tokenizer"]), vocab_size=int(found["vocab_size"]), eod_id=int(found["eod_id"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise Refusal(f"{card}: not a usable dataset card ({error!r}); make it again with data/text.py") from None
+        found = json.loads(card.read_text(encoding="utf-8") if card.is_file() else "no file")
+        vocab, eod = found["vocab_size"], found["eod_id"]
+        if not (type(vocab) is type(eod) is int and 0 <= eod < vocab <= 65_536):
+            raise ValueError(f"expected 0 <= eod_id < vocab_size <= 65536, found {eod!r:.40} and {vocab!r:.40}")
+        return dict(tokenizer=str(found["tokenizer"]), vocab_size=vocab, eod_id=eod)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); make it again with data/text.py") from None
 
 
 class TokenStream:
