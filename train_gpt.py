@@ -146,11 +146,15 @@ PRESETS: dict[str, dict] = {
     "tiny": dict(
         max_epochs=1, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
         val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
-        copy_dim=32, mlp_dim=128, long_layers=(0,), value_layers=(0, 2),
-        table_rows=1021, block_tokens=16),
+        copy_dim=32, mlp_dim=128, long_layers=(0,), value_layers=(0, 2), table_rows=1021, block_tokens=16),
 }
 CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
                fp8=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
+LIMITS = {key: limits for keys, *limits in (          # smallest and largest value, else 0 and 2^63 - 1
+    ("num_layers", 1, 1000), ("num_steps", 1, 10 ** 6), ("vocab_size", 1, 2 ** 16), ("batch_tokens", 1, 2 ** 26),
+    ("row_tokens block_tokens num_heads mlp_dim pool_rows val_window_blocks", 1, 2 ** 24), ("table_orders", 1, 4),
+    ("model_dim", 16, 2 ** 24), ("head_dim qk_dim copy_dim", 8, 2 ** 24), ("cooldown_frac tail_frac tail_blend", 0, 1),
+    ("max_epochs log_every_steps", 1, 2 ** 63 - 1)) for key in keys.split()}
 RESUME_MAY_CHANGE = set("""preset log_dir micro_rows train_files val_files checkpoint_every_steps checkpoint_dir resume
     self_check max_epochs val_tokens val_overlap val_window_blocks val_every_steps target_loss compile attention fp8
     deterministic log_every_steps profile_steps""".split())       # by a resumed run; the data itself is compared
@@ -168,7 +172,7 @@ def parse_value(key: str, kind: type, text: str):
     except ValueError:
         wanted = "one of " + ", ".join(CHOICES[key]) if key in CHOICES else \
             {int: "a whole number", float: "a number"}.get(kind, "numbers with commas, as 0,4,11")
-        raise Refusal(f"--{key}={text}: expected {wanted}") from None
+        raise Refusal(f"--{key}={text:.99}: expected {wanted}") from None
 
 
 def help_text() -> str:
@@ -183,13 +187,13 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
         key = key.replace("-", "_")
-        if not arg.startswith("--") or (not equals and "on" not in CHOICES.get(key, ())):
-            raise Refusal(f"{arg}: expected --key=value (see --help)")
+        if not arg.startswith("--") or not arg.isprintable() or (not equals and "on" not in CHOICES.get(key, ())):
+            raise Refusal(f"{ascii(arg)[1:-1]:.99}: expected --key=value in printable characters (see --help)")
         if key not in kinds:
-            near = [k for k in kinds if key and (key in k or k in key or k[:4] == key[:4])]
-            raise Refusal(f"--{key}: no such key; " + (f"did you mean {', '.join(near)}?" if near else "see --help"))
+            near = ", ".join(k for k in kinds if key and (key in k or k in key or k[:4] == key[:4]))
+            raise Refusal(f"--{key:.99}: no such key; " + (f"did you mean {near}?" if near else "see --help"))
         if key in texts:
-            raise Refusal(f"--{key}: given twice")
+            raise Refusal(f"--{key}: given twice, expected once")
         texts[key] = text if equals else "on"
     overrides = {key: parse_value(key, kinds[key], text) for key, text in texts.items()}
     preset = overrides.pop("preset", default_preset)
@@ -202,26 +206,24 @@ def check_config(c: Config) -> None:
     """Raises Refusal when settings can't work together."""
     def need(ok: bool, key: str, expected: str) -> None:
         if not ok:
-            raise Refusal(f"--{key}={getattr(c, key)}: expected {expected}")
+            raise Refusal(f"--{key}={getattr(c, key)!s:.99}: expected {expected}")
+    own = dict(eod_id=(0, c.vocab_size - 1, "vocab_size - 1"), val_overlap=(0, c.row_tokens - 1, "row_tokens - 1"),
+               **dict.fromkeys(("long_layers", "value_layers"), (0, c.num_layers - 1, "num_layers - 1")))
     for f in dataclasses.fields(c):
-        if isinstance(value := getattr(c, f.name), (int, float)):
-            need(0 <= value < 2 ** 63, f.name, "a finite number from 0 to 2^63")
-    for key in ("num_steps batch_tokens row_tokens block_tokens num_layers max_epochs model_dim num_heads head_dim "
-                "qk_dim copy_dim mlp_dim pool_rows vocab_size log_every_steps val_window_blocks").split():
-        need(getattr(c, key) > 0, key, "more than 0")
+        value, (low, high, *name) = getattr(c, f.name), (LIMITS | own).get(f.name, (0, 2 ** 63 - 1))
+        for number in () if isinstance(value, str) else value if isinstance(value, tuple) else (value,):
+            need(low <= number <= high, f.name, f"a finite number from {low} to " + " = ".join([*name, str(high)]))
     for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"), ("val_overlap", "block_tokens"),
                       ("micro_rows", "pool_rows")):
         need(getattr(c, key) % getattr(c, unit) == 0, key, f"a multiple of {unit}={getattr(c, unit)}")
-    need(c.val_overlap < c.row_tokens, "val_overlap", f"less than row_tokens={c.row_tokens}")
     need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4 (rotary turns half of each head)")
-    need(c.eod_id < c.vocab_size, "eod_id", f"less than vocab_size={c.vocab_size}")
-    need(c.vocab_size <= 65_536, "vocab_size", "at most 65536 (shards hold 16-bit tokens)")
-    for key in ("long_layers", "value_layers"):
-        need(all(0 <= i < c.num_layers for i in getattr(c, key)), key, f"layers from 0 to {c.num_layers - 1}")
-    need(all(n in (1, 2, 3, 4) for n in c.table_orders or [0]), "table_orders", "numbers from 1 to 4")
+    need(0 < len(c.table_orders) <= c.row_tokens, "table_orders", "at least one number, and no more than row_tokens")
     need(len(c.squash) == 3 and min(c.squash[::2]) > 0, "squash", "cap, shift, width; cap and width more than 0")
-    for key in ("cooldown_frac", "tail_frac", "tail_blend"):
-        need(getattr(c, key) <= 1, key, "at most 1")
+    params = c.model_dim * (2 * c.padded_vocab + len(c.table_orders) * c.table_rows + 2 * c.num_layers * c.mlp_dim) \
+        + c.num_heads * (2 * c.num_layers * c.model_dim * (c.qk_dim + c.head_dim)
+                         + len(c.value_layers) * c.padded_vocab * c.head_dim)
+    need(params <= 10 ** 10, "model_dim", f"at most {10 ** 10:,} parameters: {params:,} with num_layers, num_heads, "
+         "qk_dim, head_dim, mlp_dim, vocab_size, value_layers, table_rows and table_orders")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -272,14 +274,14 @@ def join_group(world: World) -> None:
             raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with torchrun") from None
 
 
+def close_world(world: World) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def find_compiler() -> str | None:
     """Path of the C compiler that torch.compile would call on a CPU, if there is one."""
     return next(filter(None, map(shutil.which, [os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"])), None)
-
-
-def close_world(world: World) -> None:
-    if world.size > 1 and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -312,10 +314,9 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-# Five quintic maps, each the best for what the one before leaves (Polar Express, Amsel et al. 2025).
-POLAR_EXPRESS = ((8.1565545, -22.483293, 15.87877), (4.04293, -2.8089175, 0.5000178),
-                 (3.8916678, -2.772484, 0.50606482), (3.2857537, -2.3681295, 0.46449024),
-                 (2.3465413, -1.7097828, 0.4232355))
+POLAR_EXPRESS = (       # quintic maps, each the best for what the one before leaves (Amsel et al. 2025)
+    (8.1565545, -22.483293, 15.87877), (4.04293, -2.8089175, 0.5000178), (3.8916678, -2.772484, 0.50606482),
+    (3.2857537, -2.3681295, 0.46449024), (2.3465413, -1.7097828, 0.4232355))
 
 def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
     """Nearest semi-orthogonal matrix of each G, up to singular values near 1. [N, R, C] -> same, in dtype.
@@ -331,20 +332,16 @@ def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if tall else X
 
 
-class Squash(NamedTuple):
+def squash(z: Tensor, shape: tuple[float, float, float]) -> Tensor:
     """Logits z become cap * sigmoid((z + shift) / width): a softcap that lets right answers stand out (record 54)."""
-    cap: float
-    shift: float
-    width: float
-    def __call__(self, z: Tensor) -> Tensor:
-        return self.cap * torch.sigmoid((z.float() + self.shift) / self.width)
+    cap, shift, width = shape
+    return cap * torch.sigmoid((z.float() + shift) / width)
 
 
-def mixed_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, squash: Squash):
-    """Sum of -log(p_lm softmax(squashed logits)[target] + p_copy) in fp32. The reference; also what validation uses.
-    Logits are x [T, E] w^T [E, P]; targets [T] are their columns, negative ones are left out. log_lm, log_copy [T]:
-    the share of the softmax, and what the copy pointer gives the target (see Pointer). -> scalar."""
-    logits = squash(F.linear(x, w))
+def mixed_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, shape: tuple):
+    """Sum of -log(e^log_lm softmax(squashed logits)[target] + e^log_copy), fp32 (see Pointer). Also for validation.
+    Logits are x [T, E] w^T [E, P]; targets, log_lm, log_copy are [T]; negative targets are left out. -> scalar."""
+    logits = squash(F.linear(x, w), shape)
     logp = logits.gather(1, targets.clamp(min=0).long()[:, None])[:, 0] - logits.logsumexp(1)
     return -(torch.logaddexp(log_lm + logp, log_copy) * (targets >= 0)).sum()
 
@@ -357,7 +354,7 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
 
 X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # constants: every micro-batch sees the same scales
 
-def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, squash: Squash, fp8: bool):
+def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, shape: tuple, fp8: bool):
     """mixed_cross_entropy and its gradients by x, w, log_lm and log_copy, without a second look at the logits.
     Squashed logits lie in (0, cap), so exp needs no maximum. Gradient by logits: (softmax - onehot) cap / width
     sigmoid (1 - sigmoid), times the softmax's part in the mixture. fp8: e4m3 forward, e5m2 gradient (record 19)."""
@@ -366,15 +363,15 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), True)
     else:
         logits = F.linear(x, w)
-    half = torch.sigmoid((logits.float() + squash.shift) / squash.width)
-    lse = (squash.cap * (half - 1)).exp().sum(1, keepdim=True).log() + squash.cap
+    z, cap, width = squash(logits, shape), shape[0], shape[2]
+    lse = (z - cap).exp().sum(1, keepdim=True).log() + cap
     targets, log_lm, log_copy = targets[:, None], log_lm[:, None], log_copy[:, None]
     counts = (targets >= 0).float()
-    log_lm = log_lm + squash(logits.gather(1, targets.clamp(min=0).long())) - lse
+    log_lm = log_lm + squash(logits.gather(1, targets.clamp(min=0).long()), shape) - lse
     log_p = torch.logaddexp(log_lm, log_copy)
     part = (log_lm - log_p).exp() * counts
     onehot = torch.arange(w.size(0), device=w.device, dtype=targets.dtype) == targets
-    grad = ((squash.cap * half - lse).exp() - onehot.float()) * part * half * (1 - half) * (squash.cap / squash.width)
+    grad = ((z - lse).exp() - onehot.float()) * part * z * (1 - z / cap) / width
     loss, d_lm, d_copy = -(log_p * counts).sum(), -part[:, 0], (part - counts)[:, 0]
     if not fp8:
         grad = grad.to(x.dtype)
@@ -388,8 +385,8 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
 class HeadLoss(torch.autograd.Function):
     """head_gradients as a differentiable scalar; gradients (a compiled head_gradients) does the work in forward."""
     @staticmethod
-    def forward(ctx, x, w, targets, log_lm, log_copy, squash, fp8, gradients):
-        loss, *saved = gradients(x, w, targets, log_lm, log_copy, squash, fp8)
+    def forward(ctx, x, w, targets, log_lm, log_copy, shape, fp8, gradients):
+        loss, *saved = gradients(x, w, targets, log_lm, log_copy, shape, fp8)
         ctx.save_for_backward(*saved)
         return loss
 
@@ -497,8 +494,7 @@ def flex_lists(mask: Mask, block: int) -> BlockMask:
 NO_MATCH = -1e4                    # a score that leaves nothing of a key, without NaN where no key is left
 
 def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask, block: int):
-    """Two logsumexps of q.k / sqrt(D), [B, T] in fp32: over the keys that a query sees, and over those of them at whose
-    place the query's target stands (about NO_MATCH where there is none)."""
+    """Two logsumexps of q.k / sqrt(D), [B, T]: over the keys that a query sees, and over those that are its target."""
     q, k, scale = q_BTD[:, None], k_BTD[:, None], q_BTD.size(-1) ** -0.5
     if mask.blocks is None:
         scores = (scale * (q @ k.mT).float()).masked_fill(~mask.dense, -math.inf)
@@ -544,7 +540,7 @@ def cautious_step(weight: Tensor, step: Tensor, decay: Tensor) -> None:
 def muon_update(weight, grad, momentum_buffer, second, lr, momentum, beta2, decay, dtype: torch.dtype) -> None:
     """NorMuon (Li et al. 2025) on a stack [N, R, C]: Muon with a variance for each of the max(R, C) neurons.
     M <- mu M + (1 - mu) G;  O = orth((1 - mu) G + mu M);  v <- b v + (1 - b) mean over the short side of O^2
-    O <- O / sqrt(v), rescaled to its old norm;  W <- W - lr sqrt(max(1, R/C)) O, cautiously decayed by decay lr^2 ..
+    O <- O / sqrt(v), rescaled to its old norm;  W <- W - lr sqrt(max(1, R/C)) O, decayed by decay lr^2 ..
     In place: weight, momentum_buffer, second (v, [N, R, 1] or [N, 1, C])."""
     grad = grad.float()
     momentum_buffer.mul_(momentum).add_(grad * (1 - momentum))
@@ -629,15 +625,6 @@ class Bank:
             self.weight_shard.copy_(self.master)
         if self.world.size > 1:
             return all_gather(self.weight, self.weight_shard, async_op=True)
-
-    def blend(self, share: float) -> None:
-        """Mix the tail's average into the weights, and give them back the norm they had (record 92)."""
-        dims = (-2, -1) if self.group.kind == "muon" else (0,)
-        mixed = self.master.lerp(self.state["tail"], share)
-        squares = torch.stack([t.square().sum(dims, keepdim=True) for t in (self.master, mixed)])
-        if self.group.kind == "adam" and self.world.size > 1:      # a shard's border may cut a parameter
-            dist.all_reduce(squares)
-        self.master.copy_(mixed * (squares[0] / squares[1].clamp(min=1e-30)).sqrt())
 
     def zero_grad(self) -> None:
         self.grad.zero_()
@@ -758,7 +745,7 @@ class Optimizer:
         for bank in [bank for bank in self.banks if bank.group.tail]:
             bank.state["tail"].lerp_(bank.master, rate)
             if share:
-                bank.blend(share)
+                bank.master.lerp_(bank.state["tail"], share)
                 if (work := bank.gather()) is not None:
                     work.wait()
 
@@ -802,7 +789,6 @@ class View(NamedTuple):
 GATE_DIMS = 16                             # gates look at so many channels
 Rotary = tuple[Tensor, Tensor]             # see rotary_tables
 
-
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
@@ -812,10 +798,8 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x[..., :weight.size(-1)], weight)
 
 
-def stem(e, rows_JBTE, signs_JBT, sign_pool, has_previous, smear, gates, mix) -> tuple[Tensor, ...]:
-    """Token embeddings and looked-up n-gram rows -> x0, the n-gram vector and the first input, each [B, T, E].
-    Smear: some of the token before is added (record 34). Signs: rows that share a slot by accident point elsewhere."""
-    e = e + smear * torch.sigmoid(gate(e, gates)) * shift(e) * has_previous[..., None]
+def stem(e, rows_JBTE, signs_JBT, sign_pool, mix) -> tuple[Tensor, ...]:
+    """Token embeddings, n-gram rows and their signs (against accidents of the hash) -> x0, n-grams, x [B, T, E]."""
     x0, ngram = norm(e), None
     x = 1.0 * x0
     if rows_JBTE is not None:
@@ -917,9 +901,8 @@ class Block(nn.Module):
 
 
 class Pointer(nn.Module):
-    """Mixture of softmax and copies (pointer sentinel, Merity et al. 2016; as in #379 of the public race).
-    Attention over the tokens of the document so far gives each its share of the next token's probability, and the
-    softmax keeps the share of a sentinel. A key knows its token and the state before it, which predicted that token."""
+    """Mixture of softmax and copies (pointer sentinel, Merity et al. 2016). Attention gives earlier tokens a share of
+    the next one's probability, a sentinel the rest to the softmax. A key knows its token and the state before it."""
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.block, self.copy_qk = c.block_tokens, matrix(3, c.copy_dim, c.model_dim, dtype=dtype)
@@ -949,11 +932,10 @@ class Pointer(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens [B, T] -> log probabilities [B, T, V], or the summed loss when targets are given.
-    Rows and documents don't see each other."""
+    """tokens [B, T] -> log probabilities [B, T, V], or with targets their summed loss. Documents see but themselves."""
     def __init__(self, c: Config, kernels: Kernels = Kernels()):
         super().__init__()
-        self.config, self.kernels, self.table, self.squash = c, kernels, layer_table(c), Squash(*c.squash)
+        self.config, self.kernels, self.table = c, kernels, layer_table(c)
         dtype, width = kernels.dtype, c.num_heads * c.head_dim
         self.embed = nn.Parameter(torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
         self.value_embeds = nn.Parameter(0.01 * torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype))
@@ -964,8 +946,7 @@ class GPT(nn.Module):
             self.ngrams.touched = []                  # in place of .grad: see Group
         signs = torch.randint(0, 2, (SIGN_POOL, c.model_dim), generator=torch.Generator().manual_seed(1), device="cpu")
         self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
-        self.smear, self.ngram_mix = scalars(0.0), scalars(0.05)
-        self.smear_gates = nn.Parameter(torch.zeros(1, GATE_DIMS, dtype=dtype))
+        self.ngram_mix = scalars(0.05)
         self.pointer = Pointer(c, dtype)
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
         self.head = nn.Parameter(torch.zeros(c.padded_vocab, c.model_dim, dtype=dtype))
@@ -1001,9 +982,8 @@ class GPT(nn.Module):
         c, T = self.config, tokens.size(1)
         if T not in self.rotary:
             self.rotary[T] = rotary_tables(T, c.qk_dim, self.embed)
-        x0, ngram, x = self.stem(
-            F.embedding(tokens, self.embed), *self.look_up(tokens, segments, training), self.sign_pool,
-            neighbour(segments, 1), self.smear, self.smear_gates, self.ngram_mix)
+        rows, signs = self.look_up(tokens, segments, training)
+        x0, ngram, x = self.stem(F.embedding(tokens, self.embed), rows, signs, self.sign_pool, self.ngram_mix)
         ves = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)     # one gather for all
         for layer, block in zip(self.table, self.blocks):
             ve = None if layer.value_table is None else ves[layer.value_table]
@@ -1015,7 +995,7 @@ class GPT(nn.Module):
         masks = self.masks(segments, view.window)
         x = self.hidden(tokens_BT, segments, masks, view.training)
         if targets_BT is None:
-            log_p = self.squash(F.linear(x, self.head)).log_softmax(-1)
+            log_p = squash(F.linear(x, self.head), self.config.squash).log_softmax(-1)
             dense = dense_mask(segments, torch.full_like(segments[0, 0], view.window), self.config.block_tokens)
             return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense.dense)
         rows = x, targets_BT, *self.pointer(x, tokens_BT, targets_BT, masks["long"])
@@ -1025,13 +1005,13 @@ class GPT(nn.Module):
 
     def pool_loss(self, x: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, pool: int) -> Tensor:
         """Loss of one pool of rows: [T, E], [T] thrice -> scalar, over all ids or over the pool's own candidates."""
-        w = self.head
+        c, w = self.config, self.head
         if view.candidates:
             ids, columns = candidate_set(targets, len(w), view.candidates, (view.pool + pool) * view.candidates)
             targets, w = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()]), w.index_select(0, ids)
         if view.training and self.kernels.compile:
-            return HeadLoss.apply(x, w, targets, log_lm, log_copy, self.squash, self.kernels.fp8, self.head_gradients)
-        return self.cross_entropy(x, w, targets, log_lm, log_copy, self.squash)
+            return HeadLoss.apply(x, w, targets, log_lm, log_copy, c.squash, self.kernels.fp8, self.head_gradients)
+        return self.cross_entropy(x, w, targets, log_lm, log_copy, c.squash)
 
 
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
@@ -1044,7 +1024,7 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
         ("value_embeds", "adam", r"value_embeds",   c.lr_embed,      (.75, .95), 1e-10,  .025,  False),
         ("ngrams",       "rows", r"ngrams",         c.lr_table,      (.0, .95),  1e-15,  .025,  False),
         ("head",         "adam", r"head",           c.lr_head,       (.5, .95),  1e-10,  .75,   True),
-        ("scalars",      "adam", r".*(mix|scales?|smear)", c.lr_scalar, (.9, .99), 1e-10, 0.,   False),
+        ("scalars",      "adam", r".*(mix|scales?)", c.lr_scalar, (.9, .99), 1e-10, 0.,   False),
         ("gates",        "adam", r".*gates",        c.lr_head,       (.9, .99),  1e-10,  .005,  False),
         ("copy_qk",      "muon", r".*copy_qk",      c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
         ("qk",           "muon", r".*\.qk",         c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
@@ -1084,7 +1064,7 @@ def shard_tokens(path: str) -> int:
         raise Refusal(f"{path}: found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION}{hint}")
     if count <= 0 or size != SHARD_HEADER_BYTES + 2 * count:
         raise Refusal(f"{path}: header says {count:,} tokens ({SHARD_HEADER_BYTES + 2 * count:,} bytes), "
-                      f"found {size:,} bytes; {again}")
+                      f"found {size:,} bytes, expected as many and at least one token; {again}")
     return count
 
 
@@ -1092,22 +1072,28 @@ def find_shards(patterns: str, what: str) -> list[str]:
     """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
     names = {os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())}
     paths = sorted({os.path.realpath(name): name for name in sorted(names, reverse=True)}.values())     # each file once
+    for path in paths:
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            raise Refusal(f"{path}: no file that can be read; restore it, or name others with --{what}_files=PATTERN")
     if not paths:
-        raise Refusal(f"no {what} shards match {patterns}: name others with --{what}_files=PATTERN or get them: python "
-                      "data/cached_fineweb10B.py, data/text.py --builtin --tokenizer=bytes (demo), data/text.py --help")
+        raise Refusal(f"no {what} shards match {patterns:.300}: name others with --{what}_files=PATTERN, or make some: "
+                      "python data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
     return paths
 
 
 def dataset_card(paths: list[str]) -> dict | None:
     """The dataset.json beside the shards, if there is one. Raises Refusal when it can't be used."""
     card = Path(paths[0]).parent / "dataset.json"
-    if not card.is_file():
+    if not os.path.lexists(card):
         return None
     try:
-        found = json.loads(card.read_text(encoding="utf-8"))
-        return dict(tokenizer=str(found["tokenizer"]), vocab_size=int(found["vocab_size"]), eod_id=int(found["eod_id"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise Refusal(f"{card}: not a usable dataset card ({error!r}); make it again with data/text.py") from None
+        found = json.loads(card.read_text(encoding="utf-8") if card.is_file() else "no file")
+        vocab, eod = found["vocab_size"], found["eod_id"]
+        if not (type(vocab) is type(eod) is int and 0 <= eod < vocab <= 65_536):
+            raise ValueError(f"expected 0 <= eod_id < vocab_size <= 65536, found {eod!r:.40} and {vocab!r:.40}")
+        return dict(tokenizer=str(found["tokenizer"]), vocab_size=vocab, eod_id=eod)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); make it again with data/text.py") from None
 
 
 class TokenStream:
@@ -1545,7 +1531,7 @@ PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165,
 
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
-    def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], total_tokens: int, header: dict):
+    def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict, total_tokens: int):
         self.config, self.log, self.clock, self.total_tokens = c, log, clock, total_tokens
         peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in header["devices"][0]), None)
         self.flops_per_token = peak and 6 * header["parameters"]["matmul"] / peak / header["world_size"]  # of the peak
@@ -1894,8 +1880,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
-    tokens = sum(rows_at(c, step) for step in range(c.num_steps)) * c.row_tokens
-    progress = Progress(c, log, clock, [bank.group.name for bank in run.optimizer.banks], tokens, header)
+    progress = Progress(c, log, clock, [bank.group.name for bank in run.optimizer.banks], header,
+                        sum(rows_at(c, step) for step in range(c.num_steps)) * c.row_tokens)
     if saved:
         clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
@@ -2007,8 +1993,7 @@ def main(argv: list[str]) -> int:
     finally:
         if log is not None:
             log.close()
-        if world is not None:
-            close_world(world)
+        close_world(world)
 
 
 if __name__ == "__main__":

@@ -315,11 +315,13 @@ def remember(path, remote, facts):
 
 def recall(path):
     """The stored metadata of a file (dict), None when there is none or it can't be used."""
+    memory = memory_of(Path(path))
     try:
-        data = json.loads(memory_of(Path(path)).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else None     # a pipe would wait
+    except (OSError, ValueError, RecursionError):
         return None
-    if isinstance(data, dict) and type(data.get("size")) is int and isinstance(data.get("repo"), str):
+    if isinstance(data, dict) and type(data.get("size")) is int and isinstance(data.get("repo"), str) and isinstance(
+            data.get("sha256") or "", str):
         return data
     return None
 

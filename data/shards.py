@@ -93,6 +93,8 @@ def check_header(path, head, size):
 def read_header(path):
     """Token count of the shard `path`, checked against the file's size. Raises ShardError (also if unreadable)."""
     try:
+        if os.path.lexists(path) and not os.path.isfile(path):      # opening a pipe would wait for a writer
+            raise ShardError(f"{path}: can't be read (no plain file, or a link to nothing): {AGAIN}")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(HEADER_BYTES)
@@ -268,6 +270,7 @@ class ShardWriter:
 def check_dataset(dataset, path):
     """`dataset` (parsed from `path`), or ShardError when it breaks the contract of data/README.md."""
     def wrong(what):
+        what = what if len(what) < 200 else what[:200] + ".."
         return ShardError(f"{path}: {what}; make the data set again (data/text.py) or remove {DATASET_FILE}")
 
     def count(value, what, low, high=None):
@@ -308,6 +311,9 @@ def read_dataset(folder):
     """The checked dataset.json of `folder`, or None when there is none. Raises ShardError."""
     path = Path(folder) / DATASET_FILE
     try:
+        if os.path.lexists(path) and not os.path.isfile(path):
+            raise ShardError(f"{path}: can't be read (no plain file, or a link to nothing); make the data set again "
+                             "or remove it")
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -315,7 +321,7 @@ def read_dataset(folder):
         raise ShardError(f"{path}: can't be read ({error})") from error
     try:
         dataset = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShardError(f"{path}: not JSON ({error}); make the data set again or remove the file") from error
     return check_dataset(dataset, path)
 

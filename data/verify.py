@@ -64,7 +64,7 @@ def find_files(patterns):
             raise shards.ShardError(f"{pattern}: no shard matches; get some with data/cached_fineweb10B.py, or make "
                                     "some with data/text.py")
         for path in paths:
-            found.setdefault(os.path.realpath(path), Path(path))
+            found.setdefault(os.path.abspath(path), Path(path))     # not by the file: validation may be a link to train
     return sorted(found.values())
 
 
@@ -132,6 +132,8 @@ def check_file(path, dataset):
             summing = pool.submit(check_sum, report, dataset, path.stat().st_size)
             check_ids(report, tokens)
             summing.result()
+        if not len(tokens):
+            report.faults.append(f"{path}: holds no tokens, and the trainer refuses such a shard: {shards.AGAIN}")
         if len(tokens) and not report.documents and report.checksum != "ok":    # else: inside one long document
             report.faults.append(f"{path}: no end-of-document token ({report.eod_id}) in {report.tokens:,} tokens, so "
                                  "no document begins anywhere; make the shard with that token before each document")

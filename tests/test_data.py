@@ -79,6 +79,18 @@ def test_shards_come_sorted_and_once_from_comma_separated_patterns(tg, tmp_path)
     assert [os.path.basename(p) for p in found] == ["a_1.bin", "a_10.bin", "b_2.bin"]
 
 
+def test_what_is_no_file_is_refused_before_it_is_opened(tg, tmp_path):
+    """A pipe would wait for a writer; a folder or a link to nothing must not be a traceback."""
+    put_shard(tmp_path, "TRAIN_A", "train_1.bin")
+    path = tmp_path / "train_0.bin"
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("nothing"), lambda path: path.symlink_to(path),
+                 lambda path: path.symlink_to("/dev/zero")):
+        make(path)
+        text = refusal(tg, lambda: tg.find_shards(f"{tmp_path}/train_*.bin", "train"))
+        assert "train_0.bin: no file that can be read" in text and "--train_files=" in text
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
 def test_links_are_read_in_the_order_of_their_own_names(tg, tmp_path):
     """As in a download cache, where train_1 and train_2 are links to files named by hashes."""
     (tmp_path / "blobs").mkdir()
@@ -91,10 +103,21 @@ def test_links_are_read_in_the_order_of_their_own_names(tg, tmp_path):
     assert tg.find_shards(f"{tmp_path}/*.bin", "train") == found
 
 
-@pytest.mark.parametrize("card, part", [("{", "not a usable"), ('{"tokenizer": "bytes"}', "vocab_size"), ("[]", "card"),
-                                        ('{"tokenizer": "x", "vocab_size": "many", "eod_id": 1}', "many")])
+def card_text(vocab_size, eod_id):
+    return f'{{"tokenizer": "x", "vocab_size": {vocab_size}, "eod_id": {eod_id}}}'
+
+
+@pytest.mark.parametrize("card, part", [
+    ("{", "not a usable"), ('{"tokenizer": "bytes"}', "vocab_size"), ("[]", "card"), (card_text('"many"', 1), "many"),
+    (card_text(257.9, 256), "257.9"), (card_text('"257"', 256), "'257'"), (card_text("Infinity", 256), "inf"),
+    (card_text(70_000, 256), "70000"), (card_text(257, 257), "257"), (card_text(257, -1), "-1"),
+    (card_text("true", 0), "True"),
+    ("[" * 100_000, "RecursionError"), (b"\xff" * 5000, "utf-8"), (None, "dataset.json")])
 def test_a_broken_dataset_card_is_refused(tg, tmp_path, card, part):
-    (tmp_path / "dataset.json").write_text(card)
+    if card is None:
+        (tmp_path / "dataset.json").mkdir()
+    else:
+        (tmp_path / "dataset.json").write_bytes(card if isinstance(card, bytes) else card.encode())
     text = refusal(tg, lambda: tg.dataset_card([str(tmp_path / "x.bin")]))
     assert "dataset.json" in text and part in text
 

@@ -741,6 +741,40 @@ def test_verify_checksums(tmp_path, capsys):
     assert code == 2 and "no shard matches" in err
 
 
+def test_verify_what_is_no_shard_and_no_note(tmp_path, capsys):
+    """Pipes would wait, deep brackets overflow the parser, empty shards stop a run, a link may be train itself."""
+    train = put_shard(tmp_path, "TRAIN_A")
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("nothing", path)):
+        for name in ("fineweb_train_000002.bin", "dataset.json"):
+            make(tmp_path / name)
+            code, _, err = check(capsys, tmp_path)
+            assert code == 1 and f"{tmp_path / name}: can't be read" in err
+            (tmp_path / name).rmdir() if (tmp_path / name).is_dir() else (tmp_path / name).unlink()
+    (tmp_path / "dataset.json").write_text("[" * 100_000)
+    code, _, err = check(capsys, tmp_path)
+    assert code == 1 and "dataset.json: not JSON" in err and err.count("\n") == 1
+    (tmp_path / "dataset.json").write_text(json.dumps(dict(format="x" * 5000)))
+    code, _, err = check(capsys, tmp_path)
+    assert code == 1 and "format is" in err and len(err) < 500
+    (tmp_path / "dataset.json").unlink()
+    shards.write_shard(tmp_path / "fineweb_train_000002.bin", [])
+    code, _, err = check(capsys, tmp_path)
+    assert code == 1 and "fineweb_train_000002.bin: holds no tokens" in err
+    (tmp_path / "fineweb_train_000002.bin").unlink()
+    (tmp_path / "fineweb_val_000000.bin").symlink_to(train)
+    code, _, err = check(capsys, tmp_path)
+    assert code == 1 and "52 of 52 validation documents are in train" in err
+
+
+@pytest.mark.parametrize("note", [b"[" * 100_000, b'{"size": 11024, "repo": "a/b", "sha256": 1.5}', "pipe"])
+def test_verify_takes_an_unusable_note_for_none(tmp_path, capsys, note):
+    path = put_shard(tmp_path, "TRAIN_A")
+    memory = hub.memory_of(path)
+    os.mkfifo(memory) if note == "pipe" else memory.write_bytes(note)
+    code, out, err = check(capsys, tmp_path)
+    assert code == 0 and not err and out.splitlines()[1].split()[-2:] == ["-", "ok"]
+
+
 def test_verify_long_document_over_several_shards(tmp_path, capsys):
     source = write_jsonl(tmp_path / "in.jsonl", ["short", "x" * 950, "y" * 30])
     assert make(tmp_path / "out", source, "--tokenizer=bytes", "--shard-tokens=100") == 0

@@ -97,7 +97,8 @@ def plain_head(x, w, targets, log_lm, log_copy):
 
 
 def squash(tg):
-    return tg.Squash(23.0, 5.0, 7.5)
+    """cap, shift and width of the softcap."""
+    return tg.Config().squash
 
 
 def error(got, wanted):

@@ -181,7 +181,7 @@ def progress(tg, tmp_path, **changes):
     clock.resume()
     log = tg.RunLog(str(tmp_path), tg.World())
     header = dict(devices=["NVIDIA H100 80GB HBM3"], world_size=1, parameters=dict(matmul=10 ** 9))
-    return tg.Progress(c, log, clock, ["head"], 6400, header), clock, log
+    return tg.Progress(c, log, clock, ["head"], header, 6400), clock, log
 
 
 def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):

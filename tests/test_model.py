@@ -62,7 +62,6 @@ def test_windows_limit_the_view_by_blocks_and_short_layers_see_half(window):
     for long_layers, reach in (((0,), window), ((), max(1, window // 2))):
         model = randomise(small_model(num_layers=1, long_layers=long_layers, value_layers=(), table_rows=0))
         with torch.no_grad():
-            model.smear.zero_()
             model.pointer.copy_scales[1] = 100.0                 # no copies
         moved = changed_positions(model, random_tokens(1, 64, every=10 ** 9), 9, window)[0]
         last = min(64, 8 * (1 + reach))                          # end of the last block that still sees block 1
@@ -199,8 +198,6 @@ def test_the_forward_pass_is_the_stated_formula(tg):
     rotary = tg.rotary_tables(64, c.qk_dim, model.embed)
     with torch.no_grad():
         e = model.embed[tokens.long()]
-        older = torch.cat((torch.zeros_like(e[:, :1]), e[:, :-1]), 1) * before[..., None]
-        e = e + model.smear * (e[..., :16] @ model.smear_gates.T).sigmoid() * older
         ids, signs = tg.ngram_ids(tokens, segments, c.table_orders, c.table_rows)
         ngram = sum(model.ngrams[ids[j]] * model.sign_pool[signs[j]] for j in range(2))
         x0 = rms(e)
@@ -241,7 +238,7 @@ def test_gates_begin_neutral(tg):
         y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=0.1)
         torch.testing.assert_close(found, y.transpose(1, 2).flatten(2) @ block.attention.out, rtol=1e-4, atol=1e-5)
     gates = [name for name, p in model.named_parameters() if name.endswith("gates") and p.any()]
-    assert not gates and not model.smear.any()
+    assert not gates
 
 
 def test_qk_norm_makes_attention_blind_to_the_size_of_queries_and_keys():
@@ -269,8 +266,9 @@ def test_every_number_of_every_parameter_kind_changes_what_the_model_says():
                 assert (logits(model, tokens) - before).abs().max() > 1e-4, (name, i)
                 p.copy_(saved)
         seen.add(name.split(".")[-1])
-    assert seen == {"embed", "value_embeds", "ngrams", "smear", "ngram_mix", "smear_gates",
-                    "copy_qk", "copy_scales", "sentinel_gates", "head", "qk", "value", "out", "scales", "gates", "value_gates", "up", "down",
+    assert seen == {"embed", "value_embeds", "ngrams", "ngram_mix",
+                    "copy_qk", "copy_scales", "sentinel_gates", "head", "qk", "value", "out", "scales", "gates",
+                    "value_gates", "up", "down",
                     "mlp_scale", "mix"}
 
 
@@ -366,9 +364,9 @@ def test_training_with_the_fused_head_gives_the_gradients_of_the_plain_one(tg):
         assert (a - b).norm() <= 2e-5 * a.norm() + 1e-6
     seen = []
 
-    def look(x, w, targets, log_lm, log_copy, squash, fp8):
+    def look(x, w, targets, log_lm, log_copy, shape, fp8):
         seen.append(fp8)
-        return tg.head_gradients(x, w, targets, log_lm, log_copy, squash, False)
+        return tg.head_gradients(x, w, targets, log_lm, log_copy, shape, False)
     model.head_gradients = look
     for fp8 in (True, False):                   # training takes fp8 where the device has it
         model.kernels = tg.Kernels(compile=True, fp8=fp8)
@@ -420,7 +418,7 @@ def test_few_kinds_of_blocks_are_compiled(tg):
 def test_each_family_begins_where_it_should():
     model = small_model(model_dim=64, mlp_dim=256, vocab_size=1000)
     wanted = {"mix": [1.1, 0.0, 0.05], "ngram_mix": [0.05], "scales": [0.5, 1.0], "mlp_scale": [1.0],
-              "copy_scales": [1.0, 16.0], "smear": [0.0]}
+              "copy_scales": [1.0, 16.0]}
     for name, p in model.named_parameters():
         p, last = p.detach(), name.split(".")[-1]
         if last in wanted:
@@ -468,7 +466,7 @@ def test_every_parameter_is_in_one_bank_and_routed_by_its_role(tg):
         if group["kind"] == "muon":
             assert len({p.shape[-2:] for p in group["params"].values()}) == 1         # one batched kernel
     tails = {group["name"] for group in groups if group["tail"]}
-    assert tails == {"embed", "head", "copy_qk", "qk", "value_out", "mlp_up", "mlp_down"}        # large tables are never averaged
+    assert tails == {"embed", "head", "copy_qk", "qk", "value_out", "mlp_up", "mlp_down"}   # large tables are not averaged
 
 
 def test_a_parameter_of_no_bank_raises(tg):
