@@ -466,7 +466,7 @@ def test_every_parameter_is_in_one_bank_and_routed_by_its_role(tg):
         if group["kind"] == "muon":
             assert len({p.shape[-2:] for p in group["params"].values()}) == 1         # one batched kernel
     tails = {group["name"] for group in groups if group["tail"]}
-    assert tails == {"embed", "head", "copy_qk", "qk", "value_out", "mlp_up", "mlp_down"}   # large tables are not averaged
+    assert tails == {"embed", "head", "copy_qk", "qk", "value_out", "mlp_up", "mlp_down"}  # no large tables
 
 
 def test_a_parameter_of_no_bank_raises(tg):
