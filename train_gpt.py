@@ -74,7 +74,7 @@ class Config:
     num_steps: int = 1285
     batch_tokens: int = 524_288            # tokens of the largest step over all ranks and micro-steps
     row_tokens: int = 16_384               # the atom of data: documents are packed into rows, nothing crosses rows
-    micro_rows: int = 1                    # rows in one forward pass at most: memory, and what is compiled; 0 = find out
+    micro_rows: int = 1                    # rows in one forward pass at most (memory, shapes to compile; 0 = find out)
     pool_rows: int = 1                     # rows that share one sampled softmax; divides micro_rows
     # Validation
     val_tokens: int = 10_485_760           # targets scored: the first of the validation files; 0 = all there are
@@ -133,8 +133,9 @@ class Config:
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": dict(            # smaller batches, and rates as the square root of them
-        num_steps=800, batch_tokens=131_072, micro_rows=2, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21, num_layers=8,
-        long_layers=(2, 7), value_layers=(1, 2, 6, 7), lr_matrix=0.0163, lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.4),
+        num_steps=800, batch_tokens=131_072, micro_rows=2, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21,
+        num_layers=8, long_layers=(2, 7), value_layers=(1, 2, 6, 7), lr_matrix=0.0163, lr_embed=0.424, lr_head=0.0057,
+        lr_scalar=0.028, lr_table=0.4),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=2,
