@@ -522,9 +522,9 @@ def test_process_counts_that_do_not_divide_the_rows_are_refused_with_the_legal_o
 
 
 def test_a_pool_is_never_shared(tg, files):
-    with pytest.raises(tg.Refusal, match="2 processes can't share .* in pools of 6; legal counts: 1 "):
+    with pytest.raises(tg.Refusal, match="pool_rows=6: 2 processes can't share .* in whole pools; legal counts: 1 "):
         tg.build(tg.parse_config(small_options(**files, pool_rows=6))[0], tg.World(0, 2), {})
-    with pytest.raises(tg.Refusal, match="1 processes can't share .* in pools of 4; legal counts: none "):
+    with pytest.raises(tg.Refusal, match="pool_rows=4: 1 processes can't share .* in whole pools; legal counts: none "):
         tg.build(tg.parse_config(small_options(**files, pool_rows=4))[0], tg.World(), {})
 
 
