@@ -1621,8 +1621,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     pools = math.gcd(*rows) / c.pool_rows
     if pools % world.size:
         legal = ", ".join(str(n) for n in range(1, int(pools) + 1) if pools % n == 0) or "none"
-        raise Refusal(f"--pool_rows={c.pool_rows}: {world.size} processes can't share {sorted(rows)} rows (of "
-                      f"{c.batch_tokens} / {c.row_tokens}) in whole pools; legal counts: {legal} (--nproc_per_node, or NPROC=n ./run.sh)")
+        raise Refusal(f"--pool_rows={c.pool_rows}: {world.size} processes can't share {sorted(rows)} rows ({c.batch_tokens}"
+                      f" / {c.row_tokens}) in whole pools; legal counts: {legal} (--nproc_per_node, or NPROC=n ./run.sh)")
     for k in range(len(val_stream.paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     train_stream.document_starts(0, c.eod_id)
