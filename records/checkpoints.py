@@ -1,10 +1,15 @@
 """A checkpoint as a model that can be used: what sample.py, evaluate.py and export.py share.
 
-A checkpoint is a folder step_N: tensors.pt, a dict keyed "PARAMETER/KIND" (weight, exact in fp32, of the n-gram table
-in the precision of the run; momentum and second moments of neurons for Muon's; exp_avg and exp_avg_sq for Adam's; tail,
-the average over the end of the run; grad, of what learns on every second step; second and seen of the table's rows),
-and checkpoint.json: the sha256 of its rest, a newline, and JSON with the step, the header of the run's log under "run",
-and the sha256 of tensors.pt, which holds tensors only and is read as such.
+A checkpoint is a folder step_N: what torch.distributed.checkpoint writes (.metadata, __0_0.distcp) and checkpoint.json.
+Tensors are whole, keyed "PARAMETER/KIND", as in "blocks.0.attention.qk/weight". Kinds: weight (exact in fp32; ngrams in
+the precision of the run); momentum and second (a variance for each neuron) of Muon's; exp_avg and exp_avg_sq of Adam's;
+tail, the average over the end of the run, of embed, head and Muon's; second and seen (its last update) of ngrams' rows.
+checkpoint.json is the sha256 of its rest, a newline, and JSON: step, tokens, position in the data, times, steps of each
+bank, the header of the run's log under "run", and under "files" the sha256 of the other files.
+torch reads .metadata as a pickle, which can run code: load checkpoints of people you trust, publish export.py's files.
+
+Called without targets, the model gives no logits but log probabilities [B, T, padded vocabulary] of the mixture of
+softmax and copies (train_gpt.Pointer); they sum to 1 over all ids, the padding included.
 """
 
 import importlib.util

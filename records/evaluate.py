@@ -5,11 +5,12 @@
     python records/evaluate.py CHECKPOINT --choices=FILE.jsonl     multiple choice in the manner of HellaSwag
 
 The loss is the trainer's: targets 1..N of the files, each scored once, in rows of --row_tokens that begin --overlap
-tokens before their first target, nats per token. Bits per byte divide by the bytes of the targets' text
-(end-of-document tokens cost bits and have no bytes).
+tokens before their first target, nats per token, of the mixture of the softmax over all ids and copies. Bits per byte
+divide by the bytes of the targets' text (end-of-document tokens cost bits and have no bytes).
 
 A line of FILE.jsonl is {"ctx": "...", "endings": ["...", ...], "label": 0}. An ending is scored by the log-probability
-of its tokens after the context, in sum (acc) and per byte of the ending (acc_norm); the largest is the model's answer.
+of its tokens after the context (copies from it count), in sum (acc) and per byte of the ending (acc_norm); the largest
+is the model's answer.
 """
 
 import argparse

@@ -24,7 +24,8 @@ def load(path):
 
 @torch.no_grad()
 def next_probabilities(model, tokens):
-    """Probability of each id after the tokens. Rows are filled up to whole blocks with end-of-document tokens."""
+    """Probability of each id after the tokens; rows are filled up to whole blocks with end-of-document tokens.
+    The model gives log probabilities with copies mixed in; the softmax takes the padding's share away."""
     c = model.config
     row = torch.tensor([tokens + [c.eod_id] * (-len(tokens) % c.block_tokens)], dtype=torch.int32)
     return model(row, None, train_gpt.View(c.val_window_blocks))[0, len(tokens) - 1, :c.vocab_size].softmax(-1)

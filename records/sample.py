@@ -3,8 +3,9 @@
     python records/sample.py CHECKPOINT "Once upon a time"        CHECKPOINT: a folder checkpoints/RUN/step_N
     python records/sample.py CHECKPOINT "..." --tokens=256 --temperature=0.8 --top_k=50 --seed=0
 
-The prompt is put behind an end-of-document token, as documents are in training. The same seed gives the same text on
-the same machine. Each token costs one pass over the whole context; ids that only pad the vocabulary are never drawn.
+The prompt is put behind an end-of-document token, as documents are in training. Tokens are drawn from the mixture of
+softmax and copies, whose log probabilities the model gives; temperature and top_k act on these. The same seed gives the
+same text on the same machine. Each token costs one pass over the whole context; ids that only pad are never drawn.
 """
 
 import argparse

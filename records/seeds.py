@@ -1,7 +1,7 @@
 """Runs n seeds of a script into one folder, one after another or one per GPU at a time, and sums them up.
 
     python records/seeds.py --n=6                                 seeds 1..6 of train_gpt.py, each on all GPUs
-    python records/seeds.py --n=6 attempts/my_idea.py --preset=sprint
+    python records/seeds.py --n=6 --nproc=1 attempts/my_idea.py --preset=sprint      (the sprint is for one GPU)
     python records/seeds.py --n=6 --gpus attempts/my_idea.py      one seed per GPU at a time (--gpus=0,2 names them)
     python records/seeds.py --n=6 --baseline=train_gpt.py attempts/my_idea.py
                                                                   each seed of the baseline right after the idea's
