@@ -137,7 +137,7 @@ PRESETS: dict[str, dict] = {
         num_layers=8, long_layers=(2, 7), value_layers=(1, 2, 6, 7), lr_matrix=0.0163, lr_embed=0.424, lr_head=0.0057,
         lr_scalar=0.028, lr_table=0.4),
     "demo": dict(
-        train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=100,
+        train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=2,
         val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0, model_dim=128,
         num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512, long_layers=(1, 3),
@@ -786,8 +786,7 @@ class View(NamedTuple):
     training: bool = False                 # gradients and looked-up rows are wanted; else only the loss
 
 
-GATE_DIMS = 16                             # gates look at so many channels
-Rotary = tuple[Tensor, Tensor]             # see rotary_tables
+GATE_DIMS, Rotary = 16, tuple[Tensor, Tensor]        # gates look at so many channels; see rotary_tables
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
@@ -1353,7 +1352,8 @@ class RunLog:
     def event(self, text: str) -> None:
         self.write(text)
         if self.path:
-            print(text, flush=True)
+            with contextlib.suppress(BrokenPipeError):           # train_gpt.py | head
+                print(text, flush=True)
 
     def close(self) -> None:
         if self.file is not None:
@@ -1621,8 +1621,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     pools = math.gcd(*rows) / c.pool_rows
     if pools % world.size:
         legal = ", ".join(str(n) for n in range(1, int(pools) + 1) if pools % n == 0) or "none"
-        raise Refusal(f"--pool_rows={c.pool_rows}: {world.size} processes can't share {sorted(rows)} rows ({c.batch_tokens}"
-                      f" / {c.row_tokens}) in whole pools; legal counts: {legal} (--nproc_per_node, or NPROC=n ./run.sh)")
+        raise Refusal(f"--pool_rows={c.pool_rows}: {world.size} processes can't share {sorted(rows)} rows (of "
+                      f"{c.batch_tokens} / {c.row_tokens}) in whole pools; legal counts: {legal} (--nproc_per_node)")
     for k in range(len(val_stream.paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     train_stream.document_starts(0, c.eod_id)
