@@ -63,8 +63,8 @@ class Failure(Exception):
 @dataclass(frozen=True)
 class Config:
     """All settings of a run. Units are in the names; token counts are per step over all ranks."""
-    preset: str = "record"                 # name of the preset these values started from
     # Data
+    preset: str = "record"                 # name of the preset these values started from
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"    # comma-separated patterns, read in sorted order
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"
     max_epochs: int = 1                    # passes over the training shards that the schedule may take
@@ -116,7 +116,7 @@ class Config:
     # Output
     log_dir: str = "logs"
     log_every_steps: int = 10
-    profile_steps: int = 0                 # so many steps (from step 5 on) into a Chrome trace beside the log
+    profile_steps: int = 0                 # so many steps (after five steps) into a Chrome trace beside the log
     # Trust
     checkpoint_every_steps: int = 0        # and once at the end; 0 = only when SIGTERM or SIGINT stops the run
     checkpoint_dir: str = "checkpoints"    # each run gets a folder of its own in it, with its last two checkpoints
@@ -128,6 +128,9 @@ class Config:
     @property
     def batch_rows(self) -> int:
         return self.batch_tokens // self.row_tokens
+    @property
+    def fits_flex(self) -> bool:           # what FlexAttention's kernels ask for
+        return self.block_tokens % 128 == 0 and min(self.head_dim, self.qk_dim, self.copy_dim) >= 16
 
 
 PRESETS: dict[str, dict] = {
@@ -151,7 +154,7 @@ PRESETS: dict[str, dict] = {
 CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
                fp8=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
 LIMITS = {key: limits for keys, *limits in (          # smallest and largest value, else 0 and 2^63 - 1
-    ("num_layers", 1, 1000), ("num_steps", 1, 10 ** 6), ("vocab_size", 1, 2 ** 16), ("batch_tokens", 1, 2 ** 26),
+    ("num_layers", 1, 1000), ("num_steps", 1, 10 ** 6 - 1), ("vocab_size", 1, 2 ** 16), ("batch_tokens", 1, 2 ** 26),
     ("block_tokens num_heads mlp_dim pool_rows val_window_blocks", 1, 2 ** 24), ("table_orders", 1, 4),
     ("model_dim", 16, 2 ** 24), ("head_dim qk_dim copy_dim row_tokens", 8, 2 ** 24), ("tail_frac tail_blend", 0, 1),
     ("cooldown_frac", 0, 1), ("max_epochs log_every_steps", 1, 2 ** 63 - 1)) for key in keys.split()}
@@ -168,7 +171,7 @@ def parse_value(key: str, kind: type, text: str):
             if key in CHOICES and text not in CHOICES[key]:
                 raise ValueError
             return text
-        return tuple(float(part) if "." in part else int(part) for part in text.split(",") if part)
+        return tuple(float(part) if key == "squash" else int(part) for part in text.split(",") if part)
     except ValueError:
         wanted = "one of " + ", ".join(CHOICES[key]) if key in CHOICES else \
             {int: "a whole number", float: "a number"}.get(kind, "numbers with commas, as 0,4,11")
@@ -176,8 +179,9 @@ def parse_value(key: str, kind: type, text: str):
 
 
 def help_text() -> str:
-    lines = [f"  --{f.name}={getattr(Config(), f.name)}" for f in dataclasses.fields(Config)]
-    return __doc__ + "\nPresets: " + ", ".join(PRESETS) + ". Keys with the record's values:\n" + "\n".join(lines)
+    fields = SOURCE.partition("class Config:")[2].partition("    @property")[0].partition("\n    #")[2]
+    return f"{__doc__}\nPresets: {', '.join(PRESETS)}. Keys, the record's values, what they mean:\n    #" + re.sub(
+        r"(?m)^    (\w+): [^=]*= ", r"  --\1=", fields)
 
 
 def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Config, dict]:
@@ -216,9 +220,11 @@ def check_config(c: Config) -> None:
     for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"), ("val_overlap", "block_tokens"),
                       ("micro_rows", "pool_rows")):
         need(getattr(c, key) % getattr(c, unit) == 0, key, f"a multiple of {unit}={getattr(c, unit)}")
-    need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4 (rotary turns half of each head)")
+    for key, unit in (("qk_dim", 4), ("model_dim", 16), ("row_tokens", 16)):       # rotary turns half of each head; fp8
+        need(getattr(c, key) % unit == 0, key, f"a multiple of {unit}")
     need(len(c.table_orders) > 0, "table_orders", "at least one number")
-    need(len(c.squash) == 3 and min(c.squash[::2]) > 0, "squash", "cap, shift, width; cap and width more than 0")
+    need(len(c.squash) == 3 and min(c.squash[::2]) > 0 and c.squash[0] <= min(80, 28 * c.squash[2]), "squash",
+         "cap, shift, width; cap and width more than 0, cap at most 80 (fp32's exp) and 28 widths (fp8's gradients)")
     params = c.model_dim * (2 * c.padded_vocab + len(c.table_orders) * c.table_rows + 2 * c.num_layers * c.mlp_dim) \
         + c.num_heads * (2 * c.num_layers * c.model_dim * (c.qk_dim + c.head_dim)
                          + len(c.value_layers) * c.padded_vocab * c.head_dim)
@@ -236,6 +242,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
+    local: int = 0                         # its number on its own host
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
@@ -261,7 +268,7 @@ def init_world(deterministic: bool = False) -> World:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
-    return World(rank, size, device)
+    return World(rank, size, device, local)
 
 
 def join_group(world: World) -> None:
@@ -297,17 +304,18 @@ class Kernels(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-def choose_kernels(device: torch.device, compile: str = "auto", attention: str = "auto", fp8: str = "auto") -> Kernels:
+def choose_kernels(device: torch.device, compile="auto", attention="auto", fp8="auto", fits_flex=True) -> Kernels:
     """Fast paths where the device has them, references elsewhere. Raises Refusal for what it can't do."""
     cuda = device.type == "cuda"
     compiled = cuda if compile == "auto" else compile == "on"
     has_fp8 = cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
     if fp8 == "on" and not has_fp8:
         raise Refusal("--fp8=on: this device has no fp8 matrix units (compute capability 8.9 or newer); use --fp8=off")
-    if attention == "flex" and not (cuda and compiled):
-        raise Refusal("--attention=flex: FlexAttention trains only on a GPU and compiled; use --attention=dense")
-    return Kernels(compiled, cuda and compiled and attention != "dense", has_fp8 and compiled and fp8 != "off",
-                   torch.bfloat16 if cuda else torch.float32)
+    if attention == "flex" and not (cuda and compiled and fits_flex):
+        raise Refusal("--attention=flex: it needs a GPU, compilation, block_tokens=128, and head_dim, qk_dim and "
+                      "copy_dim from 16 on; use --attention=dense")
+    flex, fp8 = cuda and compiled and fits_flex and attention != "dense", has_fp8 and compiled and fp8 != "off"
+    return Kernels(compiled, flex, fp8, torch.bfloat16 if cuda else torch.float32)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -353,7 +361,6 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
 
 
 X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # constants: every micro-batch sees the same scales
-
 def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, shape: tuple, fp8: bool):
     """mixed_cross_entropy and its gradients by x, w, log_lm and log_copy, without a second look at the logits.
     Squashed logits lie in (0, cap), so exp needs no maximum. Gradient by logits: (softmax - onehot) cap / width
@@ -407,18 +414,15 @@ def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[
     is_target = torch.zeros(vocab + 1, dtype=torch.int32, device=device)
     is_target.scatter_(0, torch.where(targets < 0, vocab, targets).flatten().long(), 1)
     found = is_target[walk]
-    order = torch.where(found > 0, found.cumsum(0) - 1, found.sum() + (1 - found).cumsum(0) - 1)
-    order = torch.where(order < count, order, count)
+    order = torch.where(found > 0, found.cumsum(0) - 1, found.sum() + (1 - found).cumsum(0) - 1).clamp(max=count)
     ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, order, walk)[:count]
     columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, order)
     return ids, columns.masked_fill(columns == count, -1)
 
 
 def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
-    """x [B, T, ..] moved later by distance positions along each row (negative: earlier)."""
-    pad = (0, 0) * (x_BT.ndim - 2) + ((distance, 0) if distance > 0 else (0, -distance))
-    x = F.pad(x_BT, pad, value=fill)
-    return x[:, :x_BT.size(1)] if distance > 0 else x[:, -distance:]
+    """x [B, T, ..] moved later by distance positions along each row."""
+    return F.pad(x_BT, (0, 0) * (x_BT.ndim - 2) + (distance, 0), value=fill)[:, :x_BT.size(1)]
 
 
 class Mask(NamedTuple):
@@ -435,7 +439,7 @@ def segment_ids(tokens_BT: Tensor, eod_id: int) -> Tensor:
 
 
 def neighbour(segments_BT: Tensor, distance: int) -> Tensor:
-    """Whether the token distance places before (negative: after) is of the same segment, [B, T]: the one rule again."""
+    """Whether the token distance places before is of the same segment, [B, T]: the one rule again."""
     return shift(segments_BT, distance, fill=-1) == segments_BT
 
 
@@ -482,7 +486,6 @@ def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: fl
 
 
 def flex_lists(mask: Mask, block: int) -> BlockMask:
-    """The mask as FlexAttention takes it."""
     segments, T = mask.segments_BT, mask.segments_BT.size(1)
     def rule(b, h, i, j):
         return (i >= j) & (segments[b, i] == segments[b, j])
@@ -492,7 +495,6 @@ def flex_lists(mask: Mask, block: int) -> BlockMask:
 
 
 NO_MATCH = -1e4                    # a score that leaves nothing of a key, without NaN where no key is left
-
 def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask, block: int):
     """Two logsumexps of q.k / sqrt(D), [B, T]: over the keys that a query sees, and over those that are its target."""
     q, k, scale = q_BTD[:, None], k_BTD[:, None], q_BTD.size(-1) ** -0.5
@@ -615,9 +617,10 @@ class Bank:
         return full[self.slices[name]].view(shape[:len(shape) + 1 - full.ndim] + full.shape[1:])
 
     def reduce(self):
-        """Start summing gradients over the ranks into this rank's shard."""
+        """Start summing gradients over the ranks into this rank's shard. -> what to wait for."""
         if self.world.size > 1:
-            return reduce_scatter(self.grad_shard, self.grad, op=dist.ReduceOp.SUM, async_op=True)
+            return [reduce_scatter(self.grad_shard, self.grad, op=dist.ReduceOp.SUM, async_op=True)]
+        return []
 
     def gather(self):
         """Start collecting all ranks' new weights."""
@@ -668,15 +671,15 @@ class RowBank(Bank):
     def part(self, full: Tensor, name: str) -> Tensor:
         return full
 
-    def reduce(self) -> None:
-        """Collect all ranks' ids [M] and gradients [M, C]."""
+    def reduce(self):
+        """Start collecting all ranks' ids [M] and gradients [M, C]."""
         ids = torch.cat([ids.flatten() for ids, _ in self.table.touched])
         self.grad_shard = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
         self.ids, self.grads = ids, self.grad_shard
         if self.world.size > 1:
             self.ids, self.grads = (t.new_empty(self.world.size * len(t), *t.shape[1:]) for t in (ids, self.grad_shard))
-            all_gather(self.ids, ids)
-            all_gather(self.grads, self.grad_shard)
+            return [all_gather(self.ids, ids, async_op=True), all_gather(self.grads, self.grad_shard, async_op=True)]
+        return []
 
     def gather(self) -> None:
         """Nothing: all ranks have made the same update."""
@@ -705,8 +708,8 @@ class Optimizer:
         """One update of everything; zeroes the gradients. -> squared gradient norm of each bank's shard, [banks]."""
         pending = [bank.reduce() for bank in self.banks]
         gathers, norms = [], []
-        for bank, work in zip(self.banks, pending):
-            if work is not None:
+        for bank, works in zip(self.banks, pending):
+            for work in works:
                 work.wait()
             norms.append(torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square())
             self.update(bank, lr_scale, momentum)
@@ -799,12 +802,11 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:
 
 def stem(e, rows_JBTE, signs_JBT, sign_pool, mix) -> tuple[Tensor, ...]:
     """Token embeddings, n-gram rows and their signs (against accidents of the hash) -> x0, n-grams, x [B, T, E]."""
-    x0, ngram = norm(e), None
-    x = 1.0 * x0
-    if rows_JBTE is not None:
-        ngram = (rows_JBTE * sign_pool[signs_JBT]).sum(0)
-        x = x + mix * ngram
-    return x0, ngram, x
+    x0 = norm(e)
+    if rows_JBTE is None:
+        return x0, None, 1.0 * x0                 # not x0 itself: two equal inputs would be a graph of their own
+    ngram = (rows_JBTE * sign_pool[signs_JBT]).sum(0)
+    return x0, ngram, x0 + mix * ngram
 
 
 NGRAM_FACTORS = ((36_313, 27_191, 14_563, 51_977), (25_391, 44_203, 17_489, 30_631))    # of row, sign; for each token
@@ -1021,7 +1023,6 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
         # name          kind    parameters         rate             betas       epsilon decay  tail
         ("embed",        "adam", r"embed",          c.lr_embed,      (.75, .95), 1e-10,  .025,  True),
         ("value_embeds", "adam", r"value_embeds",   c.lr_embed,      (.75, .95), 1e-10,  .025,  False),
-        ("ngrams",       "rows", r"ngrams",         c.lr_table,      (.0, .95),  1e-15,  .025,  False),
         ("head",         "adam", r"head",           c.lr_head,       (.5, .95),  1e-10,  .75,   True),
         ("scalars",      "adam", r".*(mix|scales?)", c.lr_scalar, (.9, .99), 1e-10, 0.,   False),
         ("gates",        "adam", r".*gates",        c.lr_head,       (.9, .99),  1e-10,  .005,  False),
@@ -1029,7 +1030,8 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
         ("qk",           "muon", r".*\.qk",         c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
         ("value_out",    "muon", r".*\.(value|out)", c.lr_matrix,    (.0, .9),   0.,     1.2,   True),
         ("mlp_up",       "muon", r".*\.up",         c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
-        ("mlp_down",     "muon", r".*\.down",       2 * c.lr_matrix, (.0, .9),   0.,     1.2,   True))
+        ("mlp_down",     "muon", r".*\.down",       2 * c.lr_matrix, (.0, .9),   0.,     1.2,   True),
+        ("ngrams",       "rows", r"ngrams",         c.lr_table,      (.0, .95),  1e-15,  .025,  False))
     groups = [dict(zip(keys, row)) | {"params": {}} for row in table]
     for name, p in model.named_parameters():
         owners = [group for row, group in zip(table, groups) if re.fullmatch(row[2], name)]
@@ -1309,7 +1311,7 @@ def momentum_at(c: Config, step: int) -> float:
 def tail_rate_at(c: Config, step: int) -> float:
     """How far the average of the tail moves towards the weights after a step: 0 before the tail, 1 at its begin."""
     length = c.tail_frac * c.num_steps
-    into = step - (c.num_steps - 1 - length)
+    into = step - max(0.0, c.num_steps - 1 - length)
     return 0.0 if not c.tail_blend or into < 0 else 1.0 if into < 1 else min(1.0, 3 / length)
 
 
@@ -1528,7 +1530,6 @@ def need_finite(where: str, values: dict[str, float]) -> None:
 
 
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
-
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict, total_tokens: int):
@@ -1539,9 +1540,9 @@ class Progress:
         self.waiting, self.tokens, self.stopping = None, 0, False
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
-        """Start copying this step's stats (loss, squared gradient norms, stop); look at the step before."""
+        """Keep this step's stats (loss, squared norms, stop), copied before clock.last; look at the step before."""
         self.tokens += tokens
-        self.look((step, tokens, self.tokens, lr, stats.to("cpu", non_blocking=True), self.clock.last))
+        self.look((step, tokens, self.tokens, lr, stats, self.clock.last))
 
     def mfu(self, tokens: float, ms: float) -> float | None:
         """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
@@ -1626,7 +1627,7 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     for k in range(len(val_stream.paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     train_stream.document_starts(0, c.eod_id)
-    kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8)
+    kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex)
     if kernels.compile and not world.is_cuda and not find_compiler():
         raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use --compile=off")
     torch._dynamo.config.recompile_limit = 64
@@ -1642,7 +1643,7 @@ def budget(run: Run) -> str:
     """Tokens needed against tokens there; raises Refusal when max_epochs doesn't suffice."""
     c, there = run.config, run.train_stream.num_tokens - 1
     starts = run.train_stream.document_starts(0, c.eod_id)
-    lengths = [b - a for a, b in zip(starts, starts[1:])] or [run.train_stream.starts[1]]
+    lengths = [b - a for a, b in zip(starts, starts[1:])] or [there]
     kept = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths)
             for clip in {stage.max_doc_tokens for stage in STAGES}}
     needed = sum(rows_at(c, k) * c.row_tokens / kept[stage_at(c, k).max_doc_tokens] for k in range(c.num_steps))
@@ -1726,8 +1727,9 @@ def warmup(run: Run, log: RunLog) -> None:
 def fit_memory(run: Run, log: RunLog) -> None:
     """Forward and backward of the largest micro-batch. Out of memory: --micro_rows=auto takes fewer rows at once, for
     the same curve; else a Failure names the number that may fit. Leaves gradients behind."""
-    c, device, last, full = run.config, run.world.device, run.config.num_steps, True
+    c, device, full = run.config, run.world.device, True
     while full:
+        last = max(range(c.num_steps, -1, -1), key=lambda step: rows_at_once(run, step))
         n, full = rows_at_once(run, last), torch.zeros((), device=device)
         tokens = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=device)
         try:
@@ -1749,7 +1751,6 @@ def fit_memory(run: Run, log: RunLog) -> None:
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
 SELF_CHECK_TOLERANCE = 1e-5        # relative: what can't be seen takes no part in a sum, so numerics leave no trace
-
 def probe(run: Run) -> dict[str, float]:
     """How much the loss of the first tokens of a second document moves, relatively, when other tokens are changed.
     The validation pass (compiled as it will be), on shaken weights, as fresh ones attend to nothing; then restored."""
@@ -1795,7 +1796,7 @@ def self_check(run: Run, log: RunLog) -> None:
     if known > MAX_KNOWN_SHARE * len(held_out):
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
     if faults:
-        raise Failure("self-check: " + "; ".join(faults))
+        raise Failure(f"rank {run.world.rank}: self-check: " + "; ".join(faults))
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, ranks "
               f"equal, {known} of {len(held_out)} validation documents begin like one of the first training shard")
 
@@ -1893,15 +1894,12 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
             result = loop(run, progress, store, signals, header, saved["step"] if saved else 0)
         finally:
             store.finish()                               # whatever happened: the last good checkpoint is whole
-    times = clock.step_ms
-    slowest = sorted(range(len(times)), key=times.__getitem__)[-5:][::-1]
-    log.event("note: slowest steps: " + ", ".join(f"{i + 1} ({times[i]:.1f} ms)" for i in slowest))
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
     step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
     result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms, time_to_first_step_s=started,
                    tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
                    peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None)
-    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in times]))
+    log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
     if store.last:
         log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")
     log.event("result:" + json.dumps(result))
@@ -1934,7 +1932,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
                     save_checkpoint(run, store, step, progress, header)
                 break
             clock.resume()
-        if c.profile_steps and log.path and step == min(5, c.num_steps - 1):
+        if c.profile_steps and log.path and step == min(first + 5, c.num_steps - 1):
             profiler = torch.profiler.profile()
             profiler.start()
         try:
@@ -1942,10 +1940,10 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
         except Refusal as error:
             raise Refusal(f"rank {world.rank}, step {step + 1}: {error}") from None
         run.position, lr_scale = batch.position, lr_scale_at(c, step)
-        stats = train_step(run, step, batch, lr_scale, len(signals))
-        clock.step_done()
+        stats = train_step(run, step, batch, lr_scale, len(signals)).to("cpu", non_blocking=True)
+        clock.step_done()                                 # its event also says that the copy has arrived
         progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
-        if c.profile_steps and log.path and step == min(5 + c.profile_steps, c.num_steps) - 1:
+        if c.profile_steps and log.path and step == min(first + 5 + c.profile_steps, c.num_steps) - 1:
             profiler.stop()
             profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
         if progress.stopping:                             # of the step before, so all ranks stop after the same step
@@ -1953,6 +1951,8 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
             began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
             save_checkpoint(run, store, step + 1, progress, header)
             store.finish()
+            if world.size > 1:
+                dist.barrier()                            # a launcher kills the others soon after the first has left
             result |= dict(status="stopped", step=step + 1, val_loss=None, signal=number,
                            reason=f"{signal.Signals(number).name}; go on with --resume={store.last}")
             log.event(f"note: {result['reason']} (checkpoint took {time.perf_counter() - began:.2f} s)")
@@ -1985,7 +1985,7 @@ def main(argv: list[str]) -> int:
         status = "refused" if isinstance(error, Refusal) else "failed"
         if isinstance(error, torch.OutOfMemoryError):
             error = Failure(f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})")
-        if world is None or world.rank == 0 or str(error).startswith("rank"):       # what all ranks say is said once
+        if world is None or world.local == 0 or str(error).startswith("rank"):      # what all ranks say: once a host
             print(f"train_gpt: {error}", file=sys.stderr, flush=True)
         if log is not None:
             log.write("result:" + json.dumps(dict(status=status, reason=str(error))))

@@ -66,7 +66,7 @@ def load_model(folder, device: str | None = None, compile: str = "auto") -> Load
     config = tg.Config(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with torch.device(where):
-        model = tg.GPT(config, tg.choose_kernels(where, compile, "auto", "off"))
+        model = tg.GPT(config, tg.choose_kernels(where, compile, "auto", "off", config.fits_flex))
     wanted = {f"{name}/weight": tuple(p.shape) for name, p in model.named_parameters()}
     found = {key: tuple(t.shape) for key, t in whole.items() if key.endswith("/weight")}
     for key in [*wanted, *found]:

@@ -1,4 +1,5 @@
 """Checkpoint and resume: the same run as never having stopped, or a refusal that names what does not fit."""
+import gzip
 import json
 import math
 import random
@@ -88,6 +89,15 @@ def test_latest_finds_the_newest_checkpoint(tg, straight, tmp_path):
     assert tg.find_checkpoint("latest", f"{straight[0]}/checkpoints") == checkpoints_in(straight[0])[-1]
     with pytest.raises(tg.Refusal, match="no checkpoint there"):
         tg.find_checkpoint("latest", str(tmp_path))
+
+
+def test_a_resumed_run_can_be_profiled(straight, tmp_path):
+    """Also when less than five steps are left; the trace lies beside its log."""
+    argv = changed(straight[1], f"--resume={checkpoints_in(straight[0])[0]}", "--profile_steps=2",
+                   f"--log_dir={tmp_path}", f"--checkpoint_dir={tmp_path}/checkpoints")
+    assert run_here(0, 1, argv)[0]["val_loss"] == straight[2]["val_loss"]
+    [trace] = tmp_path.glob("*.trace.json.gz")
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
 def test_two_ranks_resume_bit_for_bit(run_ranks, tmp_path):

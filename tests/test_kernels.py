@@ -243,11 +243,10 @@ def test_block_lists_cover_the_mask_exactly(tg, every, window, block, seed):
 
 def test_shifts_move_along_rows_and_neighbours_share_a_segment(tg):
     x = torch.tensor([[1, 2, 3, 4]])
-    assert tg.shift(x).tolist() == [[0, 1, 2, 3]] and tg.shift(x, -3, fill=-1).tolist() == [[4, -1, -1, -1]]
+    assert tg.shift(x).tolist() == [[0, 1, 2, 3]] and tg.shift(x, 3, fill=-1).tolist() == [[-1, -1, -1, 1]]
     assert torch.equal(tg.shift(x[..., None].expand(1, 4, 2), 2)[..., 1], torch.tensor([[0, 0, 1, 2]]))
     segments = torch.tensor([[0, 1, 1, 2]])
     assert tg.neighbour(segments, 1).tolist() == [[False, False, True, False]]
-    assert tg.neighbour(segments, -1).tolist() == [[False, True, False, False]]
     assert tg.neighbour(segments, 0).all() and not tg.neighbour(segments, 2).any()
 
 
@@ -361,9 +360,18 @@ def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8)
     assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, bf16)
     assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, bf16)
     assert tg.choose_kernels(gpu, compile="off") == tg.Kernels(False, False, False, bf16)
+    assert tg.choose_kernels(gpu, fits_flex=False) == tg.Kernels(True, False, fp8, bf16)
+    with pytest.raises(tg.Refusal, match="--attention=flex.*block_tokens=128"):
+        tg.choose_kernels(gpu, attention="flex", fits_flex=False)
     if not fp8:
         with pytest.raises(tg.Refusal, match="--fp8=on"):
             tg.choose_kernels(gpu, fp8="on")
+
+
+def test_small_presets_take_dense_attention_on_a_gpu_too(tg):
+    """FlexAttention's kernels there want blocks of 128 and heads of 16 at least."""
+    fits = {name: tg.parse_config([f"--preset={name}"])[0].fits_flex for name in tg.PRESETS}
+    assert fits == dict(record=True, sprint=True, demo=False, tiny=False)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

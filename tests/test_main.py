@@ -130,6 +130,17 @@ def test_a_refusal_on_several_ranks_is_said_once_and_leaves_no_group(run_ranks, 
     assert "nothing.bin" in answers[0][1] and answers[1][1] == ""
 
 
+def test_the_first_rank_of_another_host_says_its_refusal_too(tg, capfd, monkeypatch, tmp_path):
+    """Rank 8 of 16, first on its host, whose folder of data is empty; rank 9 beside it stays silent."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tg, "join_group", lambda world: None)
+    for rank, local in ((8, 0), (9, 1)):
+        for key, value in (("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", 16)):
+            monkeypatch.setenv(key, str(value))
+        assert tg.main([f"--log_dir={tmp_path}", "--train_files=nothing.bin"]) == 2
+        assert ("nothing.bin" in capfd.readouterr().err) == (local == 0)
+
+
 def test_deterministic_mode_is_switched_on(tg, capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

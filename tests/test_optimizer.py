@@ -351,7 +351,7 @@ def test_communication_overlaps_the_updates(tg, monkeypatch):
             events.append(f"wait {self.what}")
     for bank in optimizer.banks:
         name = bank.group.name
-        monkeypatch.setattr(bank, "reduce", lambda name=name: Work(f"reduce {name}"))
+        monkeypatch.setattr(bank, "reduce", lambda name=name: [Work(f"reduce {name}")])
         monkeypatch.setattr(bank, "gather", lambda name=name: Work(f"gather {name}"))
     monkeypatch.setattr(optimizer, "update", lambda bank, lr, mu: events.append(f"update {bank.group.name}"))
     optimizer.step(1.0, 0.9)

@@ -84,3 +84,13 @@ def test_schedules_depend_on_the_step_alone(tg):
     def all_of(s):
         return tg.lr_scale_at(c, s), tg.momentum_at(c, s), tg.rows_at(c, s), tg.candidates_at(c, s)
     assert [all_of(s) for s in range(c.num_steps)] == [all_of(s) for s in reversed(range(c.num_steps))][::-1]
+
+
+@pytest.mark.parametrize("frac", (1.0, 0.99, 0.5, 0.1))
+def test_the_average_of_any_tail_is_an_average(tg, frac):
+    """Its shares of all weights so far add up to 1: it begins with a copy, also when the tail is the whole run."""
+    c, mass = tg.Config(num_steps=30, tail_frac=frac), 0.0
+    rates = [tg.tail_rate_at(c, step) for step in range(30)]
+    for rate in rates:
+        mass += rate * (1 - mass)
+    assert mass == pytest.approx(1.0) and 1.0 in rates

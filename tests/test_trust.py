@@ -251,7 +251,7 @@ def check_unequal_ranks(rank, size, argv):
 
 def test_self_check_catches_ranks_with_different_weights(run_ranks, tmp_path):
     messages = run_ranks(2, check_unequal_ranks, byte_run(tmp_path))
-    assert messages == ["self-check: the ranks hold different weights in head"] * 2
+    assert messages == [f"rank {rank}: self-check: the ranks hold different weights in head" for rank in (0, 1)]
 
 
 def test_a_failing_self_check_ends_the_run(tg, tmp_path, monkeypatch, capsys):
