@@ -126,9 +126,6 @@ class Config:
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // 128) * 128
     @property
-    def batch_rows(self) -> int:
-        return self.batch_tokens // self.row_tokens
-    @property
     def fits_flex(self) -> bool:           # what FlexAttention's kernels ask for
         return self.block_tokens % 128 == 0 and min(self.head_dim, self.qk_dim, self.copy_dim) >= 16
 
@@ -767,8 +764,7 @@ class Optimizer:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 5. Model
-# A GPT of rows of tokens. Topology is a table with one row per layer; their parameters learn by a table of banks.
-# Shapes: B rows, T positions, H heads, D head width, E model width. No collectives, files, clocks or environment.
+# A GPT: layers are a table, and how parameters learn is one. No collectives, files, clocks, environment. E model width.
 
 class Layer(NamedTuple):
     """One row of the topology table."""
@@ -1287,7 +1283,7 @@ def stage_at(c: Config, step: int) -> Stage:
 
 
 def rows_at(c: Config, step: int) -> int:
-    return max(1, round(c.batch_rows * stage_at(c, step).batch))
+    return max(1, round(c.batch_tokens // c.row_tokens * stage_at(c, step).batch))
 
 
 def candidates_at(c: Config, step: int) -> int:
@@ -1317,8 +1313,7 @@ def tail_rate_at(c: Config, step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
-# The log is the record: source, header, events. The clock that times it. Rank 0 writes, the others stay silent.
-# A checkpoint is a folder: torch.distributed.checkpoint's files, and checkpoint.json with the facts and all checksums.
+# The log is the record, written by rank 0. Clock. Checkpoints: files of torch.distributed.checkpoint, facts as JSON.
 
 FENCE = "=" * 100
 
@@ -1636,7 +1631,7 @@ def build(c: Config, world: World, overrides: dict) -> Run:
         model = GPT(c, kernels)
     groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda, kernels.dtype)
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or c.batch_rows)
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or max(rows))
 
 
 def budget(run: Run) -> str:
@@ -1659,7 +1654,7 @@ def budget(run: Run) -> str:
 def train_view(run: Run, step: int) -> View:
     """What the step asks of the model, for this rank's first rows. Pools are numbered over all steps and ranks."""
     c, pools = run.config, rows_at(run.config, step) // run.config.pool_rows
-    first = step * (c.batch_rows // c.pool_rows + 1) + run.world.rank * pools // run.world.size
+    first = step * (c.batch_tokens // c.row_tokens // c.pool_rows + 1) + run.world.rank * pools // run.world.size
     return View(stage_at(c, step).window, candidates_at(c, step), first, training=True)
 
 
@@ -1779,18 +1774,22 @@ def probe(run: Run) -> dict[str, float]:
     return {what: abs(loss / base - 1) for what, loss in zip([*cases][1:], losses)}
 
 
-def self_check(run: Run, log: RunLog) -> None:
-    """Would the numbers of this run mean anything? Raises Failure. Leaves all state as it was."""
-    began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
-    faults = [f"{what} changed, and the loss moved by {moved:.2g} of itself" for what, moved in probe(run).items()
-              if (moved == 0 if what == "their own context" else not moved <= SELF_CHECK_TOLERANCE)]
+def unequal_ranks(run: Run) -> list[str]:
     sums = torch.stack([bank.weight.view({2: torch.int16, 4: torch.int32}[bank.weight.element_size()]).sum()
                         for bank in run.optimizer.banks])
     extremes = torch.stack((sums, -sums))
     if run.world.size > 1:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    faults += [f"the ranks hold different weights in {bank.group.name}"
-               for bank, high, low in zip(run.optimizer.banks, *extremes.tolist()) if high != -low]
+    return [f"the ranks hold different weights in {bank.group.name}"
+            for bank, high, low in zip(run.optimizer.banks, *extremes.tolist()) if high != -low]
+
+
+def self_check(run: Run, log: RunLog) -> None:
+    """Would the numbers of this run mean anything? Raises Failure. Leaves all state as it was."""
+    began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
+    faults = [f"{what} changed, and the loss moved by {moved:.2g} of itself" for what, moved in probe(run).items()
+              if (moved == 0 if what == "their own context" else not moved <= SELF_CHECK_TOLERANCE)]
+    faults += unequal_ranks(run)
     held_out = torch.cat([val.document_hashes(k, c.eod_id) for k in range(len(val.paths))])
     known = int(torch.isin(held_out, train.document_hashes(0, c.eod_id)).sum())
     if known > MAX_KNOWN_SHARE * len(held_out):
@@ -1895,10 +1894,11 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         finally:
             store.finish()                               # whatever happened: the last good checkpoint is whole
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
-    step_avg_ms = round(clock.total_ms / max(1, result["step"]), 3)
-    result |= dict(train_time_ms=round(clock.total_ms, 1), step_avg_ms=step_avg_ms, time_to_first_step_s=started,
-                   tokens_trained=progress.tokens, mfu=progress.mfu(progress.tokens, clock.total_ms),
-                   peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None)
+    if c.self_check == "on" and (faults := unequal_ranks(run)):
+        raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults))
+    ms, tokens, memory = clock.total_ms, progress.tokens, torch.cuda.max_memory_allocated() // 2 ** 20 or None
+    result |= dict(train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3), tokens_trained=tokens,
+                   peak_memory_mib=memory, time_to_first_step_s=started, mfu=progress.mfu(tokens, ms))
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
     if store.last:
         log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")

@@ -1,4 +1,6 @@
 """Fail fast and say why; can the numbers be believed; more than one machine."""
+import contextlib
+import io
 import json
 import os
 import signal
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_helpers import hide_gpus
 from rank_helpers import load_train_gpt
 from run_helpers import byte_run, changed, checkpoints_in, facts_of, losses_of, run_here, start, wait_for
 
@@ -312,3 +315,23 @@ def test_two_jobs_in_one_folder_keep_apart(run_ranks, tmp_path):
 
 def alone(rank, size, argv):
     assert run_here(0, 1, argv)[0]["status"] == "finished"
+
+
+def drift_apart(rank, size, argv):
+    """main() where rank 1's head is another one at the end of training."""
+    hide_gpus()
+    tg, said = load_train_gpt(), io.StringIO()
+    loop = tg.loop
+
+    def drifting(run, *more):
+        result = loop(run, *more)
+        run.model.head.data[0, 0] += rank
+        return result
+    tg.loop = drifting
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        return tg.main(argv), said.getvalue()
+
+
+def test_ranks_that_drift_apart_fail_the_run(run_ranks, tmp_path):
+    for code, said in run_ranks(2, drift_apart, byte_run(tmp_path)):
+        assert code == 1 and "after the last step: the ranks hold different weights in head" in said
