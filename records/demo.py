@@ -6,13 +6,16 @@ The closing words come from the checkpoint that the demo writes at its end; wher
 no bytes, there are none. Signals and exit codes are the trainer's own.
 """
 
+import contextlib
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from records import checkpoints, sample  # noqa: E402
@@ -61,9 +64,33 @@ def closing_words(checkpoint, num_tokens: int = 400) -> str:
     return "\n".join(lines)
 
 
+class Bar:
+    """On a terminal, a progress bar in place of the lines of training steps; all else is printed above it."""
+
+    def __init__(self, terminal: bool | None = None):
+        self.bar = tqdm(disable=None if terminal is None else not terminal, unit=" steps", mininterval=0)
+
+    def event(self, log, text: str) -> None:
+        """RunLog.event, for a log."""
+        log.write(text)
+        step = re.match(r"step:(\d+)/(\d+) train_loss:(\S+)", text)
+        if not log.path:
+            return
+        if step and not self.bar.disable:
+            self.bar.total = int(step[2])
+            self.bar.set_postfix_str(f"loss {step[3]}", refresh=False)
+            self.bar.update(int(step[1]) - self.bar.n)
+        else:
+            with contextlib.suppress(BrokenPipeError):
+                self.bar.write(text)
+                sys.stdout.flush()
+
+
 def main(argv: list[str]) -> int:
-    began, tg = time.time_ns(), checkpoints.import_trainer()
+    began, tg, bar = time.time_ns(), checkpoints.import_trainer(), Bar()
+    tg.RunLog.event = lambda log, text: bar.event(log, text)
     code = tg.main(argv)
+    bar.bar.close()
     if code or {"--help", "-h"} & set(argv) or os.environ.get("RANK", "0") != "0":
         return code
     config, _ = tg.parse_config(argv, "demo")

@@ -264,3 +264,30 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tg, trained, monkeyp
     whole["head/weight"] = whole["head/weight"][:-1]
     with pytest.raises(tg.Refusal, match=r"head/weight is \(383, 32\), this model wants \(384, 32\)"):
         checkpoints.load_model(trained[0])
+
+
+# ---- demo ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_demo_shows_a_bar_on_a_terminal_and_lines_elsewhere(tg, tmp_path, capsys, terminal):
+    from records import demo
+    bar, log = demo.Bar(terminal), tg.RunLog(str(tmp_path), tg.World())
+    lines = ["note: begins", "step:10/40 train_loss:2.5000 train_time:1ms", "step:20/40 val_loss:2.4000 train_time:2ms",
+             "step:20/40 train_loss:2.3000 train_time:3ms"]
+    for line in lines:
+        bar.event(log, line)
+    bar.bar.close()
+    log.close()
+    out, err = capsys.readouterr()
+    assert log.path is not None and (tmp_path / log.path.name).read_text().splitlines() == lines
+    if terminal:
+        assert out.splitlines() == [lines[0], lines[2]] and "20/40" in err and "loss 2.3000" in err
+    else:
+        assert out.splitlines() == lines and err == ""
+
+
+def test_other_ranks_show_nothing(tg, tmp_path, capsys):
+    from records import demo
+    demo.Bar(True).event(tg.RunLog(str(tmp_path), tg.World(1, 2)), "note: begins")
+    assert capsys.readouterr().out == ""
