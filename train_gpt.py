@@ -75,7 +75,6 @@ class Config:
     batch_tokens: int = 524_288            # tokens of the largest step over all ranks and micro-steps
     row_tokens: int = 16_384               # the atom of data: documents are packed into rows, nothing crosses rows
     micro_rows: int = 1                    # rows in one forward pass at most (memory, shapes to compile; 0 = find out)
-    pool_rows: int = 1                     # rows that share one sampled softmax; divides micro_rows
     # Validation
     val_tokens: int = 10_485_760           # targets scored: the first of the validation files; 0 = all there are
     val_overlap: int = 2048                # tokens of context that a row of validation has before its first target
@@ -133,12 +132,12 @@ class Config:
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": dict(            # smaller batches, and rates as the square root of them
-        num_steps=800, batch_tokens=131_072, micro_rows=2, pool_rows=2, target_loss=3.48, val_tokens=2 ** 21,
+        num_steps=800, batch_tokens=131_072, row_tokens=32_768, target_loss=3.48, val_tokens=2 ** 21,
         num_layers=8, long_layers=(2, 7), value_layers=(1, 2, 6, 7), lr_matrix=0.0163, lr_embed=0.424, lr_head=0.0057,
         lr_scalar=0.028, lr_table=0.4),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
-        vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16, pool_rows=2,
+        vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16,
         val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0, model_dim=128,
         num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512, long_layers=(1, 3),
         value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4), block_tokens=32,
@@ -152,7 +151,7 @@ CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=(
                fp8=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
 LIMITS = {key: limits for keys, *limits in (          # smallest and largest value, else 0 and 2^63 - 1
     ("num_layers", 1, 1000), ("num_steps", 1, 10 ** 6 - 1), ("vocab_size", 1, 2 ** 16), ("batch_tokens", 1, 2 ** 26),
-    ("block_tokens num_heads mlp_dim pool_rows val_window_blocks", 1, 2 ** 24), ("table_orders", 1, 4),
+    ("block_tokens num_heads mlp_dim val_window_blocks", 1, 2 ** 24), ("table_orders", 1, 4),
     ("model_dim", 16, 2 ** 24), ("head_dim qk_dim copy_dim row_tokens", 8, 2 ** 24), ("tail_frac tail_blend", 0, 1),
     ("cooldown_frac", 0, 1), ("max_epochs log_every_steps", 1, 2 ** 63 - 1)) for key in keys.split()}
 RESUME_MAY_CHANGE = set("""preset log_dir micro_rows train_files val_files checkpoint_every_steps checkpoint_dir resume
@@ -214,8 +213,7 @@ def check_config(c: Config) -> None:
         value, (low, high, *name) = getattr(c, f.name), (LIMITS | own).get(f.name, (0, 2 ** 63 - 1))
         for number in () if isinstance(value, str) else value if isinstance(value, tuple) else (value,):
             need(low <= number <= high, f.name, f"a finite number from {low} to " + " = ".join([*name, str(high)]))
-    for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"), ("val_overlap", "block_tokens"),
-                      ("micro_rows", "pool_rows")):
+    for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"), ("val_overlap", "block_tokens")):
         need(getattr(c, key) % getattr(c, unit) == 0, key, f"a multiple of {unit}={getattr(c, unit)}")
     for key, unit in (("qk_dim", 4), ("model_dim", 16), ("row_tokens", 16)):       # rotary turns half of each head; fp8
         need(getattr(c, key) % unit == 0, key, f"a multiple of {unit}")
@@ -781,7 +779,7 @@ class View(NamedTuple):
     """What a forward pass is asked for besides its tokens. A step changes these numbers, never the graph."""
     window: int                            # long window, in blocks
     candidates: int = 0                    # ids in the training softmax, 0 = all
-    pool: int = 0                          # running number of this batch's first pool: where the negatives start
+    row: int = 0                           # running number of this batch's first row: where its negatives start
     training: bool = False                 # gradients and looked-up rows are wanted; else only the loss
 
 
@@ -988,7 +986,7 @@ class GPT(nn.Module):
         return norm(x)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None, view: View) -> Tensor:
-        segments, size = segment_ids(tokens_BT, self.config.eod_id), self.config.pool_rows
+        segments = segment_ids(tokens_BT, self.config.eod_id)
         masks = self.masks(segments, view.window)
         x = self.hidden(tokens_BT, segments, masks, view.training)
         if targets_BT is None:
@@ -997,14 +995,14 @@ class GPT(nn.Module):
             return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense.dense)
         rows = x, targets_BT, *self.pointer(x, tokens_BT, targets_BT, masks["long"])
         with torch.set_grad_enabled(view.training):      # validation runs training's graphs up to here
-            parts = zip(*((t if view.training else t.detach()).split(size) for t in rows))
-            return sum(self.pool_loss(*(t.flatten(0, 1) for t in part), view, i) for i, part in enumerate(parts))
+            parts = zip(*((t if view.training else t.detach()).unbind() for t in rows))
+            return sum(self.row_loss(*part, view, view.row + i) for i, part in enumerate(parts))
 
-    def pool_loss(self, x: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, pool: int) -> Tensor:
-        """Loss of one pool of rows: [T, E], [T] thrice -> scalar, over all ids or over the pool's own candidates."""
+    def row_loss(self, x: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, row: int) -> Tensor:
+        """Loss of one row: [T, E], [T] thrice -> scalar, over all ids or over candidates of its own."""
         c, w = self.config, self.head
         if view.candidates:
-            ids, columns = candidate_set(targets, len(w), view.candidates, (view.pool + pool) * view.candidates)
+            ids, columns = candidate_set(targets, len(w), view.candidates, row * view.candidates)
             targets, w = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()]), w.index_select(0, ids)
         if view.training and self.kernels.compile:
             return HeadLoss.apply(x, w, targets, log_lm, log_copy, c.squash, self.kernels.fp8, self.head_gradients)
@@ -1614,11 +1612,10 @@ def build(c: Config, world: World, overrides: dict) -> Run:
                       "targets; expected --val_tokens=0 (all) or fewer")
     c = dataclasses.replace(c, val_tokens=c.val_tokens or there)
     rows = {rows_at(c, step) for step in range(c.num_steps + 1)}       # validation has the last stage's shape
-    pools = math.gcd(*rows) / c.pool_rows
-    if pools % world.size:
-        legal = ", ".join(str(n) for n in range(1, int(pools) + 1) if pools % n == 0) or "none"
-        raise Refusal(f"--pool_rows={c.pool_rows}: {world.size} processes can't share {sorted(rows)} rows (of "
-                      f"{c.batch_tokens} / {c.row_tokens}) in whole pools; legal counts: {legal} (--nproc_per_node)")
+    if math.gcd(*rows) % world.size:
+        legal = ", ".join(str(n) for n in range(1, math.gcd(*rows) + 1) if math.gcd(*rows) % n == 0)
+        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows (batch_tokens / row_tokens ="
+                      f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} (--nproc_per_node or NPROC)")
     for k in range(len(val_stream.paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     train_stream.document_starts(0, c.eod_id)
@@ -1652,16 +1649,16 @@ def budget(run: Run) -> str:
 
 
 def train_view(run: Run, step: int) -> View:
-    """What the step asks of the model, for this rank's first rows. Pools are numbered over all steps and ranks."""
-    c, pools = run.config, rows_at(run.config, step) // run.config.pool_rows
-    first = step * (c.batch_tokens // c.row_tokens // c.pool_rows + 1) + run.world.rank * pools // run.world.size
+    """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps and ranks."""
+    c, world = run.config, run.world
+    first = step * (c.batch_tokens // c.row_tokens + 1) + world.rank * rows_at(c, step) // world.size
     return View(stage_at(c, step).window, candidates_at(c, step), first, training=True)
 
 
 def rows_at_once(run: Run, step: int) -> int:
-    """Rows of a micro-batch: this rank's rows in equal parts of whole pools, at most run.micro_rows."""
-    rows, pool = rows_at(run.config, step) // run.world.size, run.config.pool_rows
-    return max(n for n in range(pool, min(run.micro_rows, rows) + 1, pool) if rows % n == 0)
+    """Rows of a micro-batch: this rank's rows in equal parts, at most run.micro_rows."""
+    rows = rows_at(run.config, step) // run.world.size
+    return max(n for n in range(1, min(run.micro_rows, rows) + 1) if rows % n == 0)
 
 
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
@@ -1675,7 +1672,7 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
         part = run.model(inputs, targets, view) / (rows_at(c, step) * c.row_tokens)
         part.backward()
         loss += part.detach()
-        view = view._replace(pool=view.pool + n // c.pool_rows)
+        view = view._replace(row=view.row + n)
     norms = run.optimizer.step(lr_scale, momentum_at(c, step))
     if tail_rate_at(c, step):
         run.optimizer.average(tail_rate_at(c, step), c.tail_blend if step == c.num_steps - 1 else 0.0)
@@ -1734,7 +1731,7 @@ def fit_memory(run: Run, log: RunLog) -> None:
         if run.world.size > 1:
             dist.all_reduce(full)
         if full:
-            run.micro_rows = n - c.pool_rows
+            run.micro_rows = n - 1
             run.micro_rows = fewer = rows_at_once(run, last) if run.micro_rows else 0
             text = f"out of memory with {n} rows of {c.row_tokens} tokens at once: "
             if c.micro_rows or not fewer:

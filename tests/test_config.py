@@ -97,7 +97,6 @@ def test_config_is_frozen(tg):
     (["--val_overlap=1000"], ["--val_overlap=1000", "block_tokens=128"]),
     (["--val_overlap=16384"], ["--val_overlap=16384", "row_tokens - 1 = 16383"]),
     (["--val_window_blocks=0"], ["--val_window_blocks=0", "from 1"]),
-    (["--preset=sprint", "--micro_rows=3"], ["--micro_rows=3", "pool_rows=2"]),
     (["--qk_dim=10"], ["--qk_dim=10", "multiple of 4"]),
     (["--eod_id=50257"], ["--eod_id=50257", "50257"]),
     (["--vocab_size=65537"], ["--vocab_size=65537", "65536"]),

@@ -107,7 +107,6 @@ def fitting(rng):
     return [f"--{key}={value}" for key, value in dict(
         block_tokens=block, row_tokens=row, batch_tokens=row * rng.randrange(1, 13), vocab_size=vocab,
         val_window_blocks=rng.randrange(1, 20), val_overlap=block * rng.choice([0, 0, 1, 3]),
-        pool_rows=rng.choice([1, 1, 2, 3]),
         val_tokens=rng.choice([0, 1, 2, 500, 1000]),
         num_layers=layers, value_layers=rng.choice(["", *range(layers)]), num_heads=rng.randrange(1, 4),
         head_dim=4 * rng.randrange(2, 5), qk_dim=4 * rng.randrange(2, 5), copy_dim=rng.choice([8, 9, 16]),

@@ -315,11 +315,11 @@ def loss_and_gradients(model, tokens, targets, asked):
 
 
 def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax():
-    model = randomise(small_model(pool_rows=2))
+    model = randomise(small_model())
     tokens, targets = random_tokens(4, 64), random_tokens(4, 64, seed=5)
     asked = view(4)
     full, wanted = loss_and_gradients(model, tokens, targets, asked)
-    sampled, found = loss_and_gradients(model, tokens, targets, asked._replace(candidates=384, pool=3))
+    sampled, found = loss_and_gradients(model, tokens, targets, asked._replace(candidates=384, row=3))
     assert sampled == pytest.approx(full, rel=1e-6)
     assert "ngrams" in found
     for name, g in wanted.items():
@@ -327,14 +327,14 @@ def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax():
 
 
 def test_fewer_candidates_give_a_smaller_loss_and_leave_other_rows_of_the_head_alone(tg):
-    model = randomise(small_model(pool_rows=2))
+    model = randomise(small_model())
     tokens, targets = random_tokens(4, 64), random_tokens(4, 64, seed=5)
     full, wanted = loss_and_gradients(model, tokens, targets, view(4))
-    sampled, found = loss_and_gradients(model, tokens, targets, view(4, candidates=128, pool=7))
+    sampled, found = loss_and_gradients(model, tokens, targets, view(4, candidates=128, row=7))
     assert sampled < full
     used = set()
-    for i in range(2):
-        used |= set(tg.candidate_set(targets[2 * i:2 * i + 2], 384, 128, (7 + i) * 128)[0].tolist())
+    for i in range(4):
+        used |= set(tg.candidate_set(targets[i], 384, 128, (7 + i) * 128)[0].tolist())
     touched = set(found["head"].abs().sum(1).nonzero().flatten().tolist())
     assert touched == used and len(used) < 384 == int((wanted["head"].abs().sum(1) > 0).sum())
 
@@ -371,7 +371,7 @@ def test_training_with_the_fused_head_gives_the_gradients_of_the_plain_one(tg):
     for fp8 in (True, False):                   # training takes fp8 where the device has it
         model.kernels = tg.Kernels(compile=True, fp8=fp8)
         model(tokens, targets, asked)
-    assert seen == [True, True, False, False]                                      # one call for each of the two pools
+    assert seen == [True, True, False, False]                                      # one call for each of the two rows
     model.head_gradients = None                 # validation uses the plain one
     model(tokens, targets, view())
 

@@ -156,15 +156,6 @@ def test_validation_does_not_depend_on_ranks(alone, split):
         assert result["validation"] == pytest.approx(alone["validation"], abs=1e-5)
 
 
-def test_pools_of_two_rows_do_not_depend_on_ranks_either(files, run_ranks):
-    """Four rows a rank in the smallest step, so that every rank has whole pools of its own."""
-    more = dict(pool_rows=2, batch_tokens=32 * 64)
-    one = three_steps(0, 1, files, 32, more)
-    assert abs(one["losses"][0] - three_steps(0, 1, files, 32, dict(batch_tokens=32 * 64))["losses"][0]) > 3e-5
-    for result in [three_steps(0, 1, files, 4, more), *run_ranks(2, three_steps, files, 2, more)]:
-        assert result["losses"] == pytest.approx(one["losses"], abs=1e-5)
-
-
 def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, alone):
     """Of the training loss by hand: each row by its own candidates, mixed with its copies."""
     run = small_run(files)
@@ -176,7 +167,7 @@ def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, a
     log_lm, log_copy = model.pointer(hidden, batch.inputs, batch.targets, masks["long"])
     loss = 0.0
     for row in range(6):
-        ids = tg.candidate_set(batch.targets[row], 384, 128, (asked.pool + row) * 128)[0]
+        ids = tg.candidate_set(batch.targets[row], 384, 128, (asked.row + row) * 128)[0]
         logp = (23 * torch.sigmoid((hidden[row] @ model.head[ids].T + 5) / 7.5)).log_softmax(-1)
         for t, target in enumerate(batch.targets[row].tolist()):
             p = log_lm[row, t].exp() * logp[t, ids.tolist().index(target)].exp() + log_copy[row, t].exp()
@@ -195,23 +186,22 @@ def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, a
             assert norm == pytest.approx(total, rel=1e-5)
 
 
-@pytest.mark.parametrize("micro_rows, pool_rows, wanted", [
-    (24, 1, (6, 12)), (100, 1, (6, 12)), (6, 1, (6, 6)), (5, 1, (3, 4)), (1, 1, (1, 1)), (4, 2, (2, 4)),
-    (0, 2, (6, 12))])
-def test_micro_batches_are_equal_whole_pools_and_at_most_micro_rows(tg, files, micro_rows, pool_rows, wanted):
-    run = small_run(files, micro_rows=micro_rows, pool_rows=pool_rows)
+@pytest.mark.parametrize("micro_rows, wanted", [
+    (24, (6, 12)), (100, (6, 12)), (6, (6, 6)), (5, (3, 4)), (1, (1, 1)), (0, (6, 12))])
+def test_micro_batches_are_equal_and_at_most_micro_rows(tg, files, micro_rows, wanted):
+    run = small_run(files, micro_rows=micro_rows)
     assert (tg.rows_at_once(run, 0), tg.rows_at_once(run, 1)) == wanted
 
 
-def test_pools_are_numbered_over_steps_and_ranks(tg, files):
-    """No two pools of neighbouring steps draw the same negatives, and ranks have those of one process."""
-    run = small_run(files, pool_rows=2, batch_tokens=32 * 64)
-    first = [tg.train_view(run, step).pool for step in range(3)]
-    sizes = [tg.rows_at(run.config, step) // 2 for step in range(3)]
+def test_rows_are_numbered_over_steps_and_ranks(tg, files):
+    """No two rows of neighbouring steps draw the same negatives, and ranks have those of one process."""
+    run = small_run(files, batch_tokens=32 * 64)
+    first = [tg.train_view(run, step).row for step in range(3)]
+    sizes = [tg.rows_at(run.config, step) for step in range(3)]
     assert all(first[i] + sizes[i] <= first[i + 1] for i in range(2))
     for rank in range(2):
         run.world = tg.World(rank, 2)
-        assert [tg.train_view(run, step).pool for step in range(3)] == [
+        assert [tg.train_view(run, step).row for step in range(3)] == [
             a + rank * n // 2 for a, n in zip(first, sizes)]
 
 
@@ -388,7 +378,7 @@ def nan_on_one_rank(rank, size, argv, log_dir):
 
     def poisoned(x, w, *more):
         loss = reference(x, w, *more)
-        if len(w) == 128:                                # training, over candidates: 3 pools a step on each rank
+        if len(w) == 128:                                # training, over candidates: 3 rows a step on each rank
             calls.append(1)
             if rank == size - 1 and len(calls) == 13:
                 return loss * math.nan
@@ -519,13 +509,6 @@ def test_process_counts_that_do_not_divide_the_rows_are_refused_with_the_legal_o
     assert [code for code, _, _ in answers] == [2] * size
     assert "1024 / 128" in answers[0][2] and "legal counts: 1, 2 (" in answers[0][2] and answers[0][2].count("\n") == 1
     assert all(err == "" for _, _, err in answers[1:])
-
-
-def test_a_pool_is_never_shared(tg, files):
-    with pytest.raises(tg.Refusal, match="pool_rows=6: 2 processes can't share .* in whole pools; legal counts: 1 "):
-        tg.build(tg.parse_config(small_options(**files, pool_rows=6))[0], tg.World(0, 2), {})
-    with pytest.raises(tg.Refusal, match="pool_rows=4: 1 processes can't share .* in whole pools; legal counts: none "):
-        tg.build(tg.parse_config(small_options(**files, pool_rows=4))[0], tg.World(), {})
 
 
 def test_six_rows_run_on_three_and_six_processes(tg, run_ranks, files, tmp_path):
