@@ -96,7 +96,7 @@ class Config:
     block_tokens: int = 128                # granularity of windows and block masks
     attention_scale: float = 0.1
     squash: tuple[float, ...] = (23.0, 5.0, 7.5)     # cap, shift, width: logits become cap sigmoid((z + shift) / width)
-    # Optimizer; betas and decays stand in the table of families
+    # Optimizer; betas and decays stand in the table of param_groups
     lr_matrix: float = 0.023               # NorMuon, hidden matrices
     lr_embed: float = 0.6                  # Adam, token and value embeddings
     lr_head: float = 0.008                 # Adam, output head and gates
@@ -152,8 +152,8 @@ CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=(
 LIMITS = {key: limits for keys, *limits in (          # smallest and largest value, else 0 and 2^63 - 1
     ("num_layers", 1, 1000), ("num_steps", 1, 10 ** 6 - 1), ("vocab_size", 1, 2 ** 16), ("batch_tokens", 1, 2 ** 26),
     ("block_tokens num_heads mlp_dim val_window_blocks", 1, 2 ** 24), ("table_orders", 1, 4),
-    ("model_dim", 16, 2 ** 24), ("head_dim qk_dim copy_dim row_tokens", 8, 2 ** 24), ("tail_frac tail_blend", 0, 1),
-    ("cooldown_frac", 0, 1), ("max_epochs log_every_steps", 1, 2 ** 63 - 1)) for key in keys.split()}
+    ("head_dim qk_dim copy_dim row_tokens", 8, 2 ** 24), ("cooldown_frac tail_frac tail_blend", 0, 1),
+    ("model_dim", 16, 2 ** 24), ("max_epochs log_every_steps", 1, 2 ** 63 - 1)) for key in keys.split()}
 RESUME_MAY_CHANGE = set("""preset log_dir micro_rows train_files val_files checkpoint_every_steps checkpoint_dir resume
     self_check max_epochs val_tokens val_overlap val_window_blocks val_every_steps target_loss compile attention fp8
     deterministic log_every_steps profile_steps""".split())       # by a resumed run; the data itself is compared
@@ -276,7 +276,7 @@ def join_group(world: World) -> None:
             raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with torchrun") from None
 
 
-def close_world(world: World) -> None:
+def close_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -490,17 +490,21 @@ def flex_lists(mask: Mask, block: int) -> BlockMask:
 
 
 NO_MATCH = -1e4                    # a score that leaves nothing of a key, without NaN where no key is left
+def dense_scores(q_BTD: Tensor, k_BTD: Tensor, dense: Tensor) -> Tensor:
+    """q.k / sqrt(D) in fp32, [B, T, T]; -inf where the mask [B, 1, T, T] lets a query not see a key."""
+    return (q_BTD.size(-1) ** -0.5 * (q_BTD @ k_BTD.mT).float()).masked_fill(~dense[:, 0], -math.inf)
+
+
 def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask, block: int):
     """Two logsumexps of q.k / sqrt(D), [B, T]: over the keys that a query sees, and over those that are its target."""
-    scale = q_BTD.size(-1) ** -0.5
     if mask.blocks is None:
-        scores = (scale * (q_BTD @ k_BTD.mT).float()).masked_fill(~mask.dense[:, 0], -math.inf)
+        scores = dense_scores(q_BTD, k_BTD, mask.dense)
         match = (tokens_BT[:, None, :] == targets_BT[:, :, None]) & mask.dense[:, 0]
         return scores.logsumexp(-1), torch.where(match, scores, NO_MATCH).logsumexp(-1)
     q, k = (torch.stack((t, t), 1) for t in (q_BTD, k_BTD))          # a head for either: one kernel instead of two
     def matching(score, b, h, i, j):
         return torch.where((h == 0) | (tokens_BT[b, j] == targets_BT[b, i]), score, NO_MATCH)
-    y, aux = flex_attention(q, k, torch.zeros_like(k[..., :16]), score_mod=matching, scale=scale,
+    y, aux = flex_attention(q, k, torch.zeros_like(k[..., :16]), score_mod=matching, scale=q.size(-1) ** -0.5,
                             block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True))
     # + 0 y: the backward pass can't do without a gradient of the output (torch 2.11)
     return (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
@@ -714,27 +718,27 @@ class Optimizer:
             bank.zero_grad()
         return torch.stack(norms)
 
-    def update(self, bank: Bank | RowBank, lr_scale: float, momentum: float) -> None:
+    def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
         # 0-D CPU tensors: new values don't recompile, and no number is baked into the compiler's cache on disk, which
         # with dynamic=True hands the graph of one beta to a run with another (torch 2.13).
         bank.steps += 1
-        group, scalar, updates = bank.group, torch.tensor, bank.steps
+        group, scalar = bank.group, torch.tensor
         lr, (beta1, beta2), decay = scalar(group.lr * lr_scale), map(scalar, group.betas), scalar(group.decay)
         if group.kind == "muon":
             self.muon_update(bank.master, bank.grad_shard, bank.state["momentum"], bank.state["second"], lr,
                              scalar(momentum), beta2, decay, self.dtype)
         elif group.kind == "adam":
-            bias1, bias2 = (scalar(1 - beta ** updates) for beta in group.betas)
+            bias1, bias2 = (scalar(1 - beta ** bank.steps) for beta in group.betas)
             self.adam_update(bank.master, bank.grad_shard, bank.state["exp_avg"], bank.state["exp_avg_sq"], lr,
                              bias1, bias2, beta1, beta2, scalar(group.eps), decay)
         else:
             unused = len(bank.weight) - 1
             ids, grads = merge_rows(bank.ids, bank.grads, unused)
-            age = updates - bank.state["seen"][ids]
+            age = bank.steps - bank.state["seen"][ids]
             rows, second = self.rows_update(bank.weight[ids], grads, bank.state["second"][ids], age, ids < unused, lr,
                                             beta2, scalar(group.eps), decay)
             bank.weight[ids], bank.state["second"][ids] = rows, second
-            bank.state["seen"][ids] = torch.full_like(age, updates)
+            bank.state["seen"][ids] = torch.full_like(age, bank.steps)
 
     @torch.no_grad()
     def average(self, rate: float, share: float = 0.0) -> None:
@@ -919,7 +923,7 @@ class Pointer(nn.Module):
     def mix(self, x: Tensor, tokens: Tensor, log_p: Tensor, mask: Mask, dense: Tensor) -> Tensor:
         """Log probabilities [B, T, V] of the whole mixture from those of the softmax; dense: the mask [B, 1, T, T]."""
         q, k, own = self.project(x, mask)
-        scores = (q.size(-1) ** -0.5 * (q @ k.mT).float()).masked_fill(~dense[:, 0], -math.inf)
+        scores = dense_scores(q, k, dense)
         z = torch.logaddexp(scores.logsumexp(-1), own)[..., None]
         copies, p = (scores - z).exp(), (own[..., None] - z + log_p).exp()
         return p.scatter_add(2, tokens.long()[:, None].expand_as(copies), copies).log()
@@ -1611,8 +1615,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
                       "targets; expected --val_tokens=0 (all) or fewer")
     c = dataclasses.replace(c, val_tokens=c.val_tokens or there)
     rows = {rows_at(c, step) for step in range(c.num_steps + 1)}       # validation has the last stage's shape
-    if math.gcd(*rows) % world.size:
-        legal = ", ".join(str(n) for n in range(1, math.gcd(*rows) + 1) if math.gcd(*rows) % n == 0)
+    if (most := math.gcd(*rows)) % world.size:
+        legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
         raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows (batch_tokens / row_tokens ="
                       f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} (--nproc_per_node or NPROC)")
     for k in range(len(val_stream.paths)):
@@ -1681,7 +1685,7 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
     return stats
 
 
-def evaluate(run: Run, step: int) -> float:
+def evaluate(run: Run) -> float:
     """Mean loss over the val_tokens targets, the same on all ranks. Shapes and graphs are those of the last stage."""
     c, world = run.config, run.world
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -1915,7 +1919,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
         if last or (c.val_every_steps and step % c.val_every_steps == 0):
             clock.pause()
             progress.look()
-            loss = evaluate(run, step)
+            loss = evaluate(run)
             log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
             result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
@@ -1989,7 +1993,7 @@ def main(argv: list[str]) -> int:
     finally:
         if log is not None:
             log.close()
-        close_world(world)
+        close_world()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Tokenizer(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A model in evaluation mode on its device, and what is known about it. facts: checkpoint.json."""
+    """A model on its device, and what is known about it. facts: checkpoint.json."""
     config: object
     model: torch.nn.Module
     facts: dict
@@ -75,7 +75,7 @@ def load_model(folder, device: str | None = None, compile: str = "auto") -> Load
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(whole[f"{name}/weight"])
-    return Loaded(config, model.eval().requires_grad_(False), facts)
+    return Loaded(config, model.requires_grad_(False), facts)
 
 
 def tokenizer_of(loaded: Loaded) -> Tokenizer:

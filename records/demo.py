@@ -18,18 +18,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from records import checkpoints, sample  # noqa: E402
-
-
-@torch.no_grad()
-def model_loss(loaded, stream) -> float:
-    """Nats a byte of the run's validation targets; marks of documents don't count."""
-    tg, c, totals = checkpoints.import_trainer(), loaded.config, torch.zeros(2, dtype=torch.float64)
-    for inputs, targets in tg.validation_rows(stream, c.val_tokens, c.row_tokens, c.val_overlap, 1, c.eod_id, 0, 1):
-        targets = targets.masked_fill(targets == c.eod_id, -1)
-        loss = loaded.model(inputs, targets, loaded.view)
-        totals += torch.stack((loss.double(), (targets >= 0).sum().double()))
-    return float(totals[0] / totals[1])
+from records import checkpoints, evaluate, sample  # noqa: E402
 
 
 def bigram_loss(c, train, val) -> float:
@@ -53,7 +42,8 @@ def closing_words(checkpoint, num_tokens: int = 400) -> str:
         return ""
     train, val = (tg.TokenStream(tg.find_shards(files, what), c.vocab_size)
                   for files, what in ((c.train_files, "train"), (c.val_files, "val")))
-    losses = {"this model": model_loss(loaded, val), "a bigram table": bigram_loss(c, train, val)}
+    losses = {"this model": evaluate.loss_on(loaded, c.val_files, c.val_tokens, leave_out=c.eod_id)["loss"],
+              "a bigram table": bigram_loss(c, train, val)}
     lines = [f"{name}: {nats:.4f} nats/byte, {nats / math.log(2):.4f} bits/byte on held-out text"
              for name, nats in losses.items()]
     text = sample.sample(loaded, "\n\nThe ", num_tokens, 0.8, 50, c.seed)

@@ -26,8 +26,10 @@ from records import checkpoints  # noqa: E402
 
 
 @torch.no_grad()
-def loss_on(loaded, files: str, num_targets: int = 0, row_tokens: int = 0, overlap: int = -1) -> dict:
-    """Nats per token over the first num_targets (0: all) targets of the shards; bits per byte if the text is known."""
+def loss_on(loaded, files: str, num_targets: int = 0, row_tokens: int = 0, overlap: int = -1,
+            leave_out: int = -1) -> dict:
+    """Nats per token over the first num_targets (0: all) targets of the shards, those equal to leave_out left out; bits
+    per byte if the text is known."""
     tg, c, device = checkpoints.import_trainer(), loaded.config, loaded.model.embed.device
     stream = tg.TokenStream(tg.find_shards(files, "val"), c.vocab_size)
     for k in range(len(stream.paths)):
@@ -40,6 +42,7 @@ def loss_on(loaded, files: str, num_targets: int = 0, row_tokens: int = 0, overl
         lengths = None
     row_tokens, overlap = row_tokens or c.row_tokens, overlap if overlap >= 0 else c.val_overlap
     for inputs, targets in tg.validation_rows(stream, num_targets, row_tokens, overlap, 1, c.eod_id, 0, 1):
+        targets = targets.masked_fill(targets == leave_out, -1)
         nats += float(loaded.model(inputs.to(device), targets.to(device), loaded.view))
         scored = targets[targets >= 0].long()
         targets_in_all += len(scored)
@@ -79,8 +82,8 @@ def log_probability(loaded, context: list[int], ending: list[int]) -> float:
     tokens = (context + ending)[-c.row_tokens - 1:]
     inputs, length = tokens[:-1], tg.round_up(len(tokens) - 1, c.block_tokens)
     row = torch.tensor([inputs + [c.eod_id] * (length - len(inputs))], dtype=torch.int32)
-    logits = loaded.model(row.to(loaded.model.embed.device), None, loaded.view)[0, :len(inputs)]
-    scores = logits.float().log_softmax(-1)[range(len(inputs)), tokens[1:]]
+    log_p = loaded.model(row.to(loaded.model.embed.device), None, loaded.view)[0, :len(inputs)]
+    scores = log_p[range(len(inputs)), tokens[1:]]
     return float(scores[-len(ending):].sum())
 
 

@@ -27,8 +27,8 @@ def generate(loaded, prompt: list[int], num_tokens: int, seed: int = 0, temperat
     for _ in range(num_tokens):
         context = tokens[-c.row_tokens:]
         row = torch.tensor([context + [c.eod_id] * (-len(context) % c.block_tokens)], dtype=torch.int32, device=device)
-        logits = model(row, None, view)[0, len(context) - 1, :c.vocab_size].float().cpu() / max(temperature, 1e-6)
-        best = logits.topk(min(top_k, c.vocab_size))
+        log_p = model(row, None, view)[0, len(context) - 1, :c.vocab_size].float().cpu() / max(temperature, 1e-6)
+        best = log_p.topk(min(top_k, c.vocab_size))
         tokens.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)]))
     return tokens
 

@@ -68,7 +68,7 @@ def run_here(rank, size, argv):
     finally:
         tg.build = build
         log.close()
-        tg.close_world(world)
+        tg.close_world()
     weights = {name: p.detach().float().numpy().copy() for name, p in kept[0].model.named_parameters()}
     return result, weights, said.getvalue().splitlines()
 

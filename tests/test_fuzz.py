@@ -240,7 +240,7 @@ def works(tg, run, config):
     try:
         if c.self_check == "on":
             tg.self_check(run, tg.RunLog(os.devnull, tg.World(1, 2)))
-        stats, loss = tg.train_step(run, 0, batch, tg.lr_scale_at(c, 0)), tg.evaluate(run, 1)
+        stats, loss = tg.train_step(run, 0, batch, tg.lr_scale_at(c, 0)), tg.evaluate(run)
         tg.need_finite("step 1", {"something": 0.0 if bool(stats.isfinite().all()) else np.nan, "the loss": loss})
     except tg.Failure as error:
         readable(str(error))

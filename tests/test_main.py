@@ -79,7 +79,7 @@ def test_a_bug_is_not_dressed_up_as_a_refusal(tg, monkeypatch, tmp_path):
         raise KeyError("bug")
     monkeypatch.setattr(tg, "train", broken)
     closed = []
-    monkeypatch.setattr(tg, "close_world", closed.append)
+    monkeypatch.setattr(tg, "close_world", lambda: closed.append(True))
     with pytest.raises(KeyError):
         tg.main([f"--log_dir={tmp_path}/logs"])
     assert len(closed) == 1

@@ -405,7 +405,7 @@ def several_steps(rank, size, dtype, stop=None):
             torch.distributed.all_reduce(got)
         norms.append(got.tolist())
     tensors = {key: t.clone() for key, t in optimizer.gathered()}
-    tg.close_world(world)
+    tg.close_world()
     return {**{name: p.detach().clone() for name, p in params.items()}, "rows": table.detach().clone()}, norms, tensors
 
 

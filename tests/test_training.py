@@ -81,14 +81,14 @@ def three_steps(rank, size, files, micro_rows, more=None):
     world = tg.init_world() if size > 1 else tg.World()
     tg.join_group(world)
     run = small_run(files, world, micro_rows=micro_rows, **(more or {}))
-    gradients, losses, norms, validation = record_gradients(run), [], [], [tg.evaluate(run, 0)]
+    gradients, losses, norms, validation = record_gradients(run), [], [], [tg.evaluate(run)]
     for step, batch in enumerate(small_batches(run)):
         stats = take_step(run, step, batch)
         losses.append(float(stats[0]))
         norms.append(stats[1:].tolist())
-    validation.append(tg.evaluate(run, 3))
+    validation.append(tg.evaluate(run))
     weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    tg.close_world(world)
+    tg.close_world()
     return dict(gradients=gradients[0], losses=losses, norms=norms, validation=validation, weights=weights)
 
 
@@ -214,7 +214,7 @@ def test_compiled_training_gives_the_gradients_and_losses_of_the_uncompiled(tg, 
     for switch in ("off", "on"):
         run = small_run(files, compile=switch)
         gradients, batch = record_gradients(run), next(small_batches(run))
-        losses.append([tg.evaluate(run, 0), float(take_step(run, 0, batch)[0])])
+        losses.append([tg.evaluate(run), float(take_step(run, 0, batch)[0])])
         found.append(by_parameter(run, {name: [shard] for name, shard in gradients[0].items()}))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert_same_gradients(found[1], found[0], 1e-5)
@@ -234,9 +234,9 @@ def test_validation_compiles_nothing_but_its_loss(tg, files, monkeypatch):
     take_step(run, step, batches[step])
     before = counters["stats"]["unique_graphs"]
     assert before > 5
-    tg.evaluate(run, step)
+    tg.evaluate(run)
     assert counters["stats"]["unique_graphs"] == before + 1
-    tg.evaluate(run, 8)
+    tg.evaluate(run)
     take_step(run, step, batches[step])
     assert counters["stats"]["unique_graphs"] == before + 1
     torch._dynamo.reset()
@@ -291,7 +291,7 @@ def test_the_validation_loss_is_the_mean_over_exactly_val_tokens_targets(tg, fil
             losses.append(F.nll_loss(z, tokens[a + 1:stop + 1].long(), reduction="none"))
     losses = torch.cat(losses)
     assert len(losses) == 500
-    assert tg.evaluate(run, 0) == pytest.approx(float(losses.mean()), rel=1e-6)
+    assert tg.evaluate(run) == pytest.approx(float(losses.mean()), rel=1e-6)
 
 
 def test_more_context_before_a_row_helps_a_trained_model(tg, files):
@@ -301,7 +301,7 @@ def test_more_context_before_a_row_helps_a_trained_model(tg, files):
     losses = []
     for overlap in (0, 16, 48):
         run.config = replaced(run.config, val_overlap=overlap)
-        losses.append(tg.evaluate(run, 100))
+        losses.append(tg.evaluate(run))
     assert losses[0] > losses[2]
 
 
@@ -310,9 +310,9 @@ def test_validation_sees_its_own_window_and_changes_nothing(tg, files):
     take_step(run, 0, next(small_batches(run)))
     before = {key: t.clone() for key, t in run.optimizer.gathered()}
     state = torch.get_rng_state()
-    wide = tg.evaluate(run, 3)
+    wide = tg.evaluate(run)
     run.config = replaced(run.config, val_window_blocks=1)
-    assert abs(tg.evaluate(run, 3) - wide) > 1e-4
+    assert abs(tg.evaluate(run) - wide) > 1e-4
     assert run.model.training and torch.equal(state, torch.get_rng_state()) and not run.model.ngrams.touched
     assert all(torch.equal(before[key], t) for key, t in run.optimizer.gathered())
     assert not any(bank.grad.any() for bank in run.optimizer.banks if bank.group.kind != "rows")
@@ -432,9 +432,9 @@ def test_a_target_met_at_the_last_step_is_a_finished_run(files, tmp_path):
 def test_validation_does_not_count_as_training_time(tg, files, tmp_path, monkeypatch):
     evaluate = tg.evaluate
 
-    def slow(run, step):
+    def slow(run):
         time.sleep(0.5)
-        return evaluate(run, step)
+        return evaluate(run)
     monkeypatch.setattr(tg, "evaluate", slow)
     begin = time.perf_counter()
     answer = call_main(small_options(**files, num_steps=4, val_every_steps=1), tmp_path)

@@ -13,7 +13,7 @@ def test_without_a_launcher_the_world_is_one_process(tg, monkeypatch):
     world = tg.init_world()
     assert world == tg.World() and world.size == 1 and not world.is_cuda
     assert not torch.distributed.is_initialized()
-    tg.close_world(world)
+    tg.close_world()
 
 
 def join_and_leave(rank, size):
@@ -24,7 +24,7 @@ def join_and_leave(rank, size):
     tg.join_group(world)
     total = torch.tensor([rank + 1.0])
     torch.distributed.all_reduce(total)
-    tg.close_world(world)
+    tg.close_world()
     return world.rank, world.size, world.device.type, float(total), torch.distributed.is_initialized()
 
 
