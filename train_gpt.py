@@ -20,8 +20,10 @@ import dataclasses
 import datetime
 import glob
 import hashlib
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -132,8 +134,8 @@ class Config:
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": dict(            # smaller batches, and rates as the square root of them
-        num_steps=800, batch_tokens=131_072, row_tokens=32_768, target_loss=3.48, val_tokens=2 ** 21,
-        num_layers=8, long_layers=(2, 7), value_layers=(1, 2, 6, 7), lr_matrix=0.0163, lr_embed=0.424, lr_head=0.0057,
+        num_steps=1000, batch_tokens=131_072, row_tokens=32_768, target_loss=3.48, val_tokens=2 ** 21,
+        num_layers=4, long_layers=(1, 3), value_layers=(1, 2, 3), lr_matrix=0.0163, lr_embed=0.424, lr_head=0.0057,
         lr_scalar=0.028, lr_table=0.4),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
@@ -322,13 +324,11 @@ POLAR_EXPRESS = (       # quintic maps, each the best for what the one before le
     (3.2857537, -2.3681295, 0.46449024), (2.3465413, -1.7097828, 0.4232355))
 
 def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearest semi-orthogonal matrix of each G, up to singular values near 1. [N, R, C] -> same, in dtype.
-    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / (1.02 |G|_F), on the smaller side (Jordan).
-    The norm is taken in fp32 without a visible epsilon, so that gradients of any size give the same answer."""
+    """Nearest semi-orthogonal matrix of each G, of any size, up to singular values near 1. [N, R, C] -> same, in dtype.
+    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / (1.02 |G|_F), on the smaller side (Jordan)."""
     X = G_NRC.float()
     X = (X / (1.02 * X.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)).to(dtype)
-    tall = X.size(-2) > X.size(-1)
-    X = X.mT if tall else X
+    X = X.mT if (tall := X.size(-2) > X.size(-1)) else X
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
@@ -401,14 +401,13 @@ class HeadLoss(torch.autograd.Function):
 def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor]:
     """count ids for a softmax over a sample: all distinct targets, then others as a fixed walk over all ids finds them.
     -> ids [count], each once; column of each id [vocab], -1 where it is left out.
-    The walk visits (start + j) * 20011 mod vocab: moving windows reach every id equally often. No sort, no host
-    synchronisation (sampled softmax of record 92). Targets beyond count are left out."""
+    The walk visits (start + j) * 20011 mod vocab: moving windows reach every id equally often (record 92). No sort, no
+    host synchronisation. Targets beyond count are left out."""
     device = targets.device
     stride = next(s for s in (20_011, 10_007, 7919, 1) if math.gcd(s, vocab) == 1)
     walk = (torch.arange(vocab, device=device) + start % vocab) * stride % vocab
-    is_target = torch.zeros(vocab + 1, dtype=torch.int32, device=device)
-    is_target.scatter_(0, torch.where(targets < 0, vocab, targets).flatten().long(), 1)
-    found = is_target[walk]
+    targets = torch.where(targets < 0, vocab, targets).flatten().long()
+    found = torch.zeros(vocab + 1, dtype=torch.int32, device=device).scatter_(0, targets, 1)[walk]
     order = torch.where(found > 0, found.cumsum(0) - 1, found.sum() + (1 - found).cumsum(0) - 1).clamp(max=count)
     ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, order, walk)[:count]
     columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, order)
@@ -592,8 +591,7 @@ class Bank:
         counts = [p.numel() // math.prod(unit) for p in params]
         total = round_up(sum(round_up(count, align) for count in counts), align * world.size)
         self.weight = torch.zeros(total, *unit, dtype=params[0].dtype, device=world.device)
-        self.grad = torch.zeros_like(self.weight)
-        start = 0
+        self.grad, start = torch.zeros_like(self.weight), 0
         for (name, p), count in zip(group.params.items(), counts):
             self.slices[name] = slice(start, start + count)
             self.part(self.weight, name).copy_(p.data)
@@ -616,14 +614,11 @@ class Bank:
 
     def reduce(self):
         """Start summing gradients over the ranks into this rank's shard. -> what to wait for."""
-        if self.world.size > 1:
-            return [reduce_scatter(self.grad_shard, self.grad, op=dist.ReduceOp.SUM, async_op=True)]
-        return []
+        return [reduce_scatter(self.grad_shard, self.grad, async_op=True)] if self.world.size > 1 else []
 
     def gather(self):
         """Start collecting all ranks' new weights."""
-        if self.master is not self.weight_shard:
-            self.weight_shard.copy_(self.master)
+        self.weight_shard.copy_(self.master)             # where they are one tensor: nothing happens
         if self.world.size > 1:
             return all_gather(self.weight, self.weight_shard, async_op=True)
 
@@ -719,9 +714,7 @@ class Optimizer:
         return torch.stack(norms)
 
     def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
-        # 0-D CPU tensors: new values don't recompile, and no number is baked into the compiler's cache on disk, which
-        # with dynamic=True hands the graph of one beta to a run with another (torch 2.13).
-        bank.steps += 1
+        bank.steps += 1             # rates and betas are 0-D CPU tensors: new values neither recompile nor get lost
         group, scalar = bank.group, torch.tensor
         lr, (beta1, beta2), decay = scalar(group.lr * lr_scale), map(scalar, group.betas), scalar(group.decay)
         if group.kind == "muon":
@@ -737,8 +730,8 @@ class Optimizer:
             age = bank.steps - bank.state["seen"][ids]
             rows, second = self.rows_update(bank.weight[ids], grads, bank.state["second"][ids], age, ids < unused, lr,
                                             beta2, scalar(group.eps), decay)
-            bank.weight[ids], bank.state["second"][ids] = rows, second
-            bank.state["seen"][ids] = torch.full_like(age, bank.steps)
+            bank.state["second"][ids], bank.state["seen"][ids] = second, torch.full_like(age, bank.steps)
+            bank.weight.view(torch.int64)[ids] = rows.view(torch.int64)      # four bf16 at once: a third of the time
 
     @torch.no_grad()
     def average(self, rate: float, share: float = 0.0) -> None:
@@ -996,7 +989,11 @@ class GPT(nn.Module):
             log_p = squash(F.linear(x, self.head), self.config.squash).log_softmax(-1)
             dense = dense_mask(segments, torch.full_like(segments[0, 0], view.window), self.config.block_tokens)
             return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense.dense)
-        rows = x, targets_BT, *self.pointer(x, tokens_BT, targets_BT, masks["long"])
+        return self.loss(x, tokens_BT, targets_BT, masks["long"], view)
+
+    def loss(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask, view: View) -> Tensor:
+        """Summed loss of final states [B, T, E], row by row."""
+        rows = x, targets, *self.pointer(x, tokens, targets, mask)
         with torch.set_grad_enabled(view.training):      # validation runs training's graphs up to here
             parts = zip(*((t if view.training else t.detach()).unbind() for t in rows))
             return sum(self.row_loss(*part, view, view.row + i) for i, part in enumerate(parts))
@@ -1013,9 +1010,7 @@ class GPT(nn.Module):
 
 
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
-    """How each bank learns, in the order in which gradients are reduced: the fields of Group, with the parameters that
-    the bank's pattern names. Raises ValueError unless each parameter is named exactly once."""
-    keys = "name", "kind", "params", "lr", "betas", "eps", "decay", "tail"
+    """How each bank learns, in the order of reduction. ValueError unless the patterns name each parameter once."""
     table = (
         # name          kind    parameters         rate             betas       epsilon decay  tail
         ("embed",        "adam", r"embed",          c.lr_embed,      (.75, .95), 1e-10,  .025,  True),
@@ -1029,7 +1024,7 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
         ("mlp_up",       "muon", r".*\.up",         c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
         ("mlp_down",     "muon", r".*\.down",       2 * c.lr_matrix, (.0, .9),   0.,     1.2,   True),
         ("ngrams",       "rows", r"ngrams",         c.lr_table,      (.0, .95),  1e-15,  .025,  False))
-    groups = [dict(zip(keys, row)) | {"params": {}} for row in table]
+    groups = [dict(zip("name kind params lr betas eps decay tail".split(), row)) | {"params": {}} for row in table]
     for name, p in model.named_parameters():
         owners = [group for row, group in zip(table, groups) if re.fullmatch(row[2], name)]
         if len(owners) != 1:
@@ -1098,9 +1093,7 @@ class TokenStream:
     """The tokens of several shards as one sequence, memory-mapped. Reading and indexing, nothing else."""
     def __init__(self, paths: list[str], vocab_size: int):
         self.paths, self.vocab_size = paths, vocab_size
-        self.starts = [0]
-        for path in paths:
-            self.starts.append(self.starts[-1] + shard_tokens(path))
+        self.starts = [0, *itertools.accumulate(map(shard_tokens, paths))]
         self.num_tokens = self.starts[-1]
         if self.num_tokens < 2:
             raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
@@ -1135,10 +1128,9 @@ class TokenStream:
         for a in range(0, len(tokens), step):
             part = tokens[a:a + step]
             if self.vocab_size < 65_536 and int((part ^ -32_768).max()) + 32_768 >= self.vocab_size:
-                ids = part.int() & 0xFFFF
-                bad = int((ids >= self.vocab_size).nonzero()[0])
-                raise Refusal(f"{self.paths[k]}: token {int(ids[bad])} at position {a + bad} is outside the vocabulary "
-                              f"of {self.vocab_size}; were these shards made with another tokenizer?")
+                bad = int((part.int() & 0xFFFF >= self.vocab_size).nonzero()[0])
+                raise Refusal(f"{self.paths[k]}: token {int(part[bad]) & 0xFFFF} at position {a + bad} is outside the "
+                              f"vocabulary of {self.vocab_size}; were these shards made with another tokenizer?")
             starts += ((part == eod).nonzero().flatten() + (self.starts[k] + a)).tolist()
         self.indexed[k, eod_id] = starts
         return starts
@@ -1406,8 +1398,7 @@ class Clock:
         return event
 
     def resume(self) -> None:
-        self.since = self.synchronize()
-        self.last = self.stamp()
+        self.since, self.last = self.synchronize(), self.stamp()
 
     def pause(self) -> None:
         now = self.synchronize()
@@ -1415,9 +1406,8 @@ class Clock:
         self.total_ms, self.since = self.total_ms + 1e3 * (now - self.since), None
 
     def step_done(self) -> None:
-        now = self.stamp()
-        self.open.append((self.last, now))
-        self.last = now
+        before, self.last = self.last, self.stamp()
+        self.open.append((before, self.last))
 
     def collect(self, keep: int = 0) -> None:
         """Move finished step times into step_ms, all but the last keep; waits for the device where it must."""
@@ -1528,8 +1518,8 @@ def need_finite(where: str, values: dict[str, float]) -> None:
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
-    def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict, total_tokens: int):
-        self.config, self.log, self.clock, self.total_tokens = c, log, clock, total_tokens
+    def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
+        self.config, self.log, self.clock = c, log, clock
         peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in header["devices"][0]), None)
         self.flops_per_token = peak and 6 * header["parameters"]["matmul"] / peak / header["world_size"]  # of the peak
         self.names = ["loss", *(f"gradient of {bank}" for bank in banks)]
@@ -1559,14 +1549,10 @@ class Progress:
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
-            mfu = self.mfu(tokens, ms)
-            self.log.event(f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} "
-                           f"train_time:{self.clock.elapsed_ms():.0f}ms step_avg:{ms:.2f}ms "
-                           f"tokens_per_s:{tokens / ms * 1e3:.0f} " + (f"mfu:{mfu:.3f} " if mfu else "")
-                           + f"lr:{lr:.4f} tokens:{so_far}")
-        if done == 20 and c.num_steps > 40:
-            pace = sum(self.clock.step_ms) / so_far * self.total_tokens / 1e3
-            self.log.event(f"note: at this pace the run takes about {pace:.0f} s")
+            mfu = f"mfu:{self.mfu(tokens, ms):.3f} " if self.flops_per_token else ""
+            self.log.event(
+                f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
+                f"step_avg:{ms:.2f}ms tokens_per_s:{tokens / ms * 1e3:.0f} {mfu}lr:{lr:.4f} tokens:{so_far}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1665,14 +1651,12 @@ def rows_at_once(run: Run, step: int) -> int:
 
 
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
-    """Gradients over all micro-batches, one update. -> [1 + banks + 1]: mean loss, squared gradient norms, the sum of
-    all ranks' stop (not 0: a signal came). The loss is that of training: over candidates."""
+    """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all ranks' stop."""
     c, world, view, n = run.config, run.world, train_view(run, step), rows_at_once(run, step)
     loss = torch.zeros((), device=world.device)
     for rows in zip(batch.inputs.split(n), batch.targets.split(n)):
         inputs, targets = (part.to(world.device, non_blocking=True) for part in rows)
-        # Divided by the constant batch: the sum over micro-batches and ranks is then the mean over all rows.
-        part = run.model(inputs, targets, view) / (rows_at(c, step) * c.row_tokens)
+        part = run.model(inputs, targets, view) / (rows_at(c, step) * c.row_tokens)      # sums then to the mean
         part.backward()
         loss += part.detach()
         view = view._replace(row=view.row + n)
@@ -1686,7 +1670,7 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
 
 
 def evaluate(run: Run) -> float:
-    """Mean loss over the val_tokens targets, the same on all ranks. Shapes and graphs are those of the last stage."""
+    """Mean loss over the val_tokens targets, on all ranks. Shapes and graphs are those of the last stage."""
     c, world = run.config, run.world
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
@@ -1699,20 +1683,35 @@ def evaluate(run: Run) -> float:
     return float(totals[0] / totals[1])
 
 
+def compile_beside(config: Config, overrides: dict) -> None:
+    """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the compiler's
+    cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
+    sys.stderr = open(os.devnull, "w")
+    run = build(dataclasses.replace(config, table_rows=min(config.table_rows, 1021)), init_world(), overrides)
+    c, model, device = run.config, run.model, run.world.device
+    for step in {candidates_at(c, step): step for step in range(c.num_steps)}.values():
+        tokens, targets = torch.zeros(2, rows_at_once(run, step), c.row_tokens, dtype=torch.int32, device=device)
+        x = torch.randn(*tokens.shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
+        mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
+        model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
+    with torch.no_grad():
+        for bank in run.optimizer.banks:
+            bank.ids, bank.grads = tokens[0].long(), x[0]
+            run.optimizer.update(bank, 0.0, 0.9)
+
+
 def warmup(run: Run, log: RunLog) -> None:
-    """Compile and run every shape of the schedule and of validation on random tokens, then restore every byte.
-    The rate is 0, so that the table of n-grams, too large for a second copy, stays as it is."""
+    """Compile and run every shape of the schedule and of validation, at rate 0, then restore every byte."""
     c, world, banks = run.config, run.world, run.optimizer.banks
     saved, steps = [(t, t.clone()) for bank in banks for t in bank.tensors()], [bank.steps for bank in banks]
     fit_memory(run, log)
-    generator = torch.Generator().manual_seed(1)
     for (num_rows, _), step in {(rows_at(c, k), candidates_at(c, k)): k for k in range(c.num_steps)}.items():
-        tokens = torch.randint(c.vocab_size, (num_rows // world.size, c.row_tokens), generator=generator).int()
+        tokens = torch.arange(num_rows // world.size * c.row_tokens).view(-1, c.row_tokens).int() % c.vocab_size
         for _ in range(2):
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
             log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
-    run.model(tokens, tokens, View(c.val_window_blocks))
+    run.model(tokens, tokens.clone(), View(c.val_window_blocks))
     for t, was in saved:
         t.copy_(was)
     for bank, count in zip(banks, steps):
@@ -1728,7 +1727,7 @@ def fit_memory(run: Run, log: RunLog) -> None:
         n, full = rows_at_once(run, last), torch.zeros((), device=device)
         tokens = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=device)
         try:
-            run.model(tokens, tokens, train_view(run, last)).backward()
+            run.model(tokens, tokens.clone(), train_view(run, last)).backward()       # one tensor twice: another graph
         except torch.OutOfMemoryError:
             full += 1
         if run.world.size > 1:
@@ -1849,8 +1848,7 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
 
 
 def load_checkpoint(run: Run, header: dict) -> dict:
-    """Take over the checkpoint that --resume names, and note it in the header. -> its facts.
-    Raises Refusal, before anything is changed, for the first thing in it that does not fit this run."""
+    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal, before anything is changed."""
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir)
     saved, tensors = read_checkpoint(path)
     there, here = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
@@ -1859,8 +1857,7 @@ def load_checkpoint(run: Run, header: dict) -> dict:
             raise Refusal(f"--resume={path}: {key} differs: {there.get(key, 'nothing')} in the checkpoint, "
                           f"{here.get(key, 'nothing')} in this run")
     run.optimizer.load(tensors, saved["bank_steps"])
-    run.position = Position(*saved["position"])
-    header["resumed_from"] = str(path)
+    run.position, header["resumed_from"] = Position(*saved["position"]), str(path)
     return saved
 
 
@@ -1871,17 +1868,20 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     saved = load_checkpoint(run, header) if c.resume else None
     log.header(SOURCE, header)
     log.event("note: " + budget(run))
-    choices = ", ".join(f"{k}={v}" for k, v in run.kernels._asdict().items())
-    log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, {choices}")
+    log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, {run.kernels}")
     if saved:
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
                   + ("" if saved["run"]["source_sha256"] == header["source_sha256"] else ", written by another source"))
     if world.is_cuda:
+        helper = multiprocessing.get_context("spawn").Process(target=compile_beside, args=(c, overrides), daemon=True)
+        if run.kernels.compile and world.local == 0 and torch.cuda.mem_get_info()[0] > 2 ** 35:
+            helper.start()
         warmup(run, log)
+        if helper.pid:
+            helper.kill()
     if c.self_check == "on":
         self_check(run, log)
-    progress = Progress(c, log, clock, [bank.group.name for bank in run.optimizer.banks], header,
-                        sum(rows_at(c, step) for step in range(c.num_steps)) * c.row_tokens)
+    progress = Progress(c, log, clock, [bank.group.name for bank in run.optimizer.banks], header)
     if saved:
         clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)

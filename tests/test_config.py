@@ -36,7 +36,7 @@ def test_defaults_are_the_record_in_numbers(tg):
 
 def test_the_sprint_is_the_record_on_one_gpu(tg):
     c = tg.parse_config(["--preset=sprint"])[0]
-    assert (c.num_steps, c.batch_tokens, c.target_loss, c.val_tokens) == (800, 131_072, 3.48, 2_097_152)
+    assert (c.num_steps, c.batch_tokens, c.target_loss, c.val_tokens) == (1000, 131_072, 3.48, 2_097_152)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):
@@ -125,7 +125,7 @@ def test_config_is_frozen(tg):
     (["--preset=tiny", "--row_tokens=4", "--batch_tokens=4", "--val_overlap=0", "--block_tokens=4"],
      ["--row_tokens=4", "from 8"]),
     (["--batch_tokens=1125899906842624"], ["--batch_tokens=1125899906842624", "67108864"]),
-    (["--preset=sprint", "--num_layers=4"], ["--long_layers=(2, 7)", "num_layers - 1 = 3"]),
+    (["--preset=sprint", "--num_layers=3"], ["--long_layers=(1, 3)", "num_layers - 1 = 2"]),
     (["--vocab_size=100"], ["--eod_id=50256", "vocab_size - 1 = 99"]),
     (["--seed=1\n2"], ["--seed=1\\n2", "printable"]),
     (["--train_files=\x1b[31m*.bin"], ["--train_files=\\x1b", "printable"]),

@@ -181,7 +181,7 @@ def progress(tg, tmp_path, **changes):
     clock.resume()
     log = tg.RunLog(str(tmp_path), tg.World())
     header = dict(devices=["NVIDIA H100 80GB HBM3"], world_size=1, parameters=dict(matmul=10 ** 9))
-    return tg.Progress(c, log, clock, ["head"], header, 6400), clock, log
+    return tg.Progress(c, log, clock, ["head"], header), clock, log
 
 
 def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
@@ -200,8 +200,6 @@ def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
     mfu = 6 * 1e9 * float(fields["tokens_per_s"]) / 989e12
     assert float(fields["mfu"]) == pytest.approx(mfu, rel=0.02, abs=6e-4)
     assert watch.mfu(1e6, 1e3) == pytest.approx(6 * 1e9 * 1e6 / 989e12)
-    pace, = [line for line in log.path.read_text().splitlines() if "at this pace" in line]
-    assert int(pace.split()[-2]) == round(sum(clock.step_ms[:20]) / 20 * 100 / 1e3, 0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

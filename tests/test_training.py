@@ -330,6 +330,7 @@ def test_warm_up_restores_every_byte_and_runs_every_shape(tg, files, tmp_path, m
     run, shapes, forward = runs[0], [], runs[0].model.forward
 
     def seen(tokens, targets, view):
+        assert tokens is not targets          # one tensor twice would compile a graph that no step ever runs
         shapes.append((tuple(tokens.shape), view.candidates, view.training))
         return forward(tokens, targets, view)
     monkeypatch.setattr(run.model, "forward", seen)
@@ -352,6 +353,41 @@ def test_warm_up_restores_every_byte_and_runs_every_shape(tg, files, tmp_path, m
     found = [take_step(run, 3, next(loader)) for run, loader in zip(runs, loaders)]       # and both go on alike
     assert torch.equal(*found)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*(run.optimizer.gathered() for run in runs)))
+
+
+def test_a_second_process_compiles_what_follows_the_blocks(tg, files, monkeypatch):
+    """compile_beside must ask for just the shapes that a run then asks for, else its work is lost."""
+    asked = dict(main=set(), beside=set())
+    runs = small_run(files, num_steps=13), small_run(files, num_steps=13)
+
+    def note(who):
+        loss, update = tg.GPT.loss, tg.Optimizer.update
+
+        def noting_loss(self, x, tokens, targets, mask, view):
+            kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (x, tokens, targets))
+            asked[who].add(("loss", kinds, view.candidates, view.training))
+            assert tokens is not targets
+            return loss(self, x, tokens, targets, mask, view)
+
+        def noting_update(self, bank, lr_scale, momentum):
+            rows = (bank.ids.dtype, bank.grads.dtype, bank.grads.shape[1:]) if bank.group.kind == "rows" else ()
+            asked[who].add((bank.group.name, *rows))
+            update(self, bank, lr_scale, momentum)
+        monkeypatch.setattr(tg.GPT, "loss", noting_loss)
+        monkeypatch.setattr(tg.Optimizer, "update", noting_update)
+    note("main")
+    for step, batch in enumerate(small_batches(runs[0])):
+        take_step(runs[0], step, batch)
+        if step == 12:
+            break
+    monkeypatch.undo()
+    note("beside")
+    monkeypatch.setattr(sys, "stderr", sys.stderr)           # it silences its own process
+    monkeypatch.setattr(tg, "build", lambda c, world, overrides: runs[1])
+    tg.compile_beside(runs[1].config, {})
+    last = max(kinds[0][0][0] for what, kinds, *_ in (a for a in asked["main"] if a[0] == "loss"))
+    assert asked["beside"] == {a for a in asked["main"] if a[0] != "loss" or a[1][0][0][0] == last}
+    assert len([a for a in asked["beside"] if a[0] == "loss"]) == 2
 
 
 def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypatch):
