@@ -1,6 +1,6 @@
 """train_gpt: one file that trains a GPT-2-class language model to a target validation loss, fast.
 
-Claim: none yet for 8xH100 and FineWeb; 0.24 of the January 2025 record's time on one GPU and a stand-in corpus (records/).
+Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus 0.24 of the January 2025 record's time (records/).
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py           the record recipe on 8 GPUs
     python train_gpt.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'    one GPU, minutes
@@ -93,7 +93,7 @@ class Config:
     long_layers: tuple[int, ...] = (3, 10)          # layers that see the whole window; others see half of it
     value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)     # layers with a value embedding, each of its own
     copy_dim: int = 128                    # of the copy pointer's queries and keys
-    table_rows: int = 2_097_143            # hashed rows for each order of n-grams, a prime; 0 = no table
+    table_rows: int = 2_097_143            # hashed rows for each order of n-grams, a prime; 1 is as good as none
     table_orders: tuple[int, ...] = (2, 3)          # n of the n-grams, up to 4
     block_tokens: int = 128                # granularity of windows and block masks
     attention_scale: float = 0.1
@@ -155,7 +155,7 @@ LIMITS = {key: limits for keys, *limits in (          # smallest and largest val
     ("num_layers", 1, 1000), ("num_steps", 1, 10 ** 6 - 1), ("vocab_size", 1, 2 ** 16), ("batch_tokens", 1, 2 ** 26),
     ("block_tokens num_heads mlp_dim val_window_blocks", 1, 2 ** 24), ("table_orders", 1, 4),
     ("head_dim qk_dim copy_dim row_tokens", 8, 2 ** 24), ("cooldown_frac tail_frac tail_blend", 0, 1),
-    ("model_dim", 16, 2 ** 24), ("max_epochs log_every_steps", 1, 2 ** 63 - 1)) for key in keys.split()}
+    ("model_dim", 16, 2 ** 24), ("max_epochs log_every_steps table_rows", 1, 2 ** 63 - 1)) for key in keys.split()}
 RESUME_MAY_CHANGE = set("""preset log_dir micro_rows train_files val_files checkpoint_every_steps checkpoint_dir resume
     self_check max_epochs val_tokens val_overlap val_window_blocks val_every_steps target_loss compile attention fp8
     deterministic log_every_steps profile_steps""".split())       # by a resumed run; the data itself is compared
@@ -512,7 +512,6 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Optimizer
 # Pure update rules, and one class that shards them over the ranks: reduce gradients, update a shard, gather weights.
-# It knows groups of parameters and nothing of models, layers or schedules. With one rank the collectives vanish.
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)      # the new names of torch 2.13
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -571,11 +570,11 @@ def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]
     return distinct, torch.ops.aten.embedding_dense_backward(grads, slots, len(ids), -1, False)
 
 
-def rows_update(rows, grad, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
-    """Row-wise RMS steps without momentum (record 92): new rows [M, C] and second moments [M] of touched rows.
+def rows_update(rows, grad, square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
+    """Row-wise RMS steps without momentum (record 92): columns of new rows [M, ..] and second moments [M].
     v <- b^age v + (1 - b) mean of G^2, age being the updates since the row's last one;  p <- p - lr G / sqrt(v)."""
     weight, grad = rows.float(), grad.float() * used[:, None]
-    second = second * beta2 ** age + (1 - beta2) * grad.square().mean(1)
+    second = second * beta2 ** age + (1 - beta2) * square * used
     cautious_step(weight, lr * grad / (second.sqrt() + eps)[:, None], decay * lr * lr)
     return weight.to(rows.dtype), second
 
@@ -651,31 +650,47 @@ class Bank:
 
 
 class RowBank(Bank):
-    """A table of which a step touches few rows. Every rank holds all of it and makes the same update.
+    """A table of which a step touches few rows. Every rank holds all of it, and updates some columns of touched rows.
     The last row belongs to nobody and stays as it is: lookups without an answer and free slots point there."""
     def __init__(self, group: Group, world: World):
-        self.group, self.world, self.steps = group, world, 0
         (name, self.table), = group.params.items()
+        self.group, self.world, self.steps = group, world, 0
         self.weight = self.master = self.table.data
-        self.mine, self.slices = slice(None), {name: slice(None)}
-        self.state = dict(second=torch.zeros(len(self.weight), device=world.device))
-        self.state["seen"] = self.state["second"].int()
+        self.mine, self.slices, self.width = slice(None), {name: slice(None)}, -(-self.table.size(1) // world.size)
+        second = torch.zeros(len(self.weight), device=world.device)
+        self.state = dict(second=second, seen=second.int())
 
     def part(self, full: Tensor, name: str) -> Tensor:
         return full
 
     def reduce(self):
-        """Start collecting all ranks' ids [M] and gradients [M, C]."""
-        ids = torch.cat([ids.flatten() for ids, _ in self.table.touched])
-        self.grad_shard = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
-        self.ids, self.grads = ids, self.grad_shard
+        """Start collecting all ranks' ids [M] and this rank's columns of all ranks' gradients [M, width]."""
+        self.ids, size = torch.cat([ids.flatten() for ids, _ in self.table.touched]), self.world.size
+        self.grads = self.grad_shard = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
+        if size == 1:
+            return []
+        ids, parts = self.ids, torch.cat(F.pad(self.grads, (0, -self.grads.size(1) % size)).chunk(size, 1))
+        self.ids, self.grads = ids.new_empty(size * len(ids)), torch.empty_like(parts)
+        return [all_gather(self.ids, ids, async_op=True), dist.all_to_all_single(self.grads, parts, async_op=True)]
+
+    def look_up(self, ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's columns of rows [M, width]; mean squares [M] of whole gradients."""
+        square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
+        if self.world.size == 1:
+            return self.weight[ids], square / self.width
+        dist.all_reduce(square)
+        rows = self.weight[:, self.world.rank * self.width:(self.world.rank + 1) * self.width][ids]
+        return F.pad(rows, (0, self.width - rows.size(1))), square / self.table.size(1)
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
         if self.world.size > 1:
-            self.ids, self.grads = (t.new_empty(self.world.size * len(t), *t.shape[1:]) for t in (ids, self.grad_shard))
-            return [all_gather(self.ids, ids, async_op=True), all_gather(self.grads, self.grad_shard, async_op=True)]
-        return []
+            parts = rows.new_empty(self.world.size * len(rows), self.width)
+            all_gather(parts, rows)
+            rows = torch.cat(parts.chunk(self.world.size), 1)[:, :self.table.size(1)]
+        self.weight.view(torch.int64)[ids] = rows.contiguous().view(torch.int64)       # four bf16 at once
 
     def gather(self) -> None:
-        """Nothing: all ranks have made the same update."""
+        """Nothing: write has done it."""
 
     def zero_grad(self) -> None:
         self.table.touched.clear()
@@ -725,13 +740,13 @@ class Optimizer:
             self.adam_update(bank.master, bank.grad_shard, bank.state["exp_avg"], bank.state["exp_avg_sq"], lr,
                              bias1, bias2, beta1, beta2, scalar(group.eps), decay)
         else:
-            unused = len(bank.weight) - 1
-            ids, grads = merge_rows(bank.ids, bank.grads, unused)
+            ids, grads = merge_rows(bank.ids, bank.grads, unused := len(bank.weight) - 1)
             age = bank.steps - bank.state["seen"][ids]
-            rows, second = self.rows_update(bank.weight[ids], grads, bank.state["second"][ids], age, ids < unused, lr,
+            rows, square = bank.look_up(ids, grads)
+            rows, second = self.rows_update(rows, grads, square, bank.state["second"][ids], age, ids < unused, lr,
                                             beta2, scalar(group.eps), decay)
             bank.state["second"][ids], bank.state["seen"][ids] = second, torch.full_like(age, bank.steps)
-            bank.weight.view(torch.int64)[ids] = rows.view(torch.int64)      # four bf16 at once: a third of the time
+            bank.write(ids, rows)
 
     @torch.no_grad()
     def average(self, rate: float, share: float = 0.0) -> None:
@@ -793,8 +808,6 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:
 def stem(e, rows_JBTE, signs_JBT, sign_pool, mix) -> tuple[Tensor, ...]:
     """Token embeddings, n-gram rows and their signs (against accidents of the hash) -> x0, n-grams, x [B, T, E]."""
     x0 = norm(e)
-    if rows_JBTE is None:
-        return x0, None, 1.0 * x0                 # not x0 itself: two equal inputs would be a graph of their own
     ngram = (rows_JBTE * sign_pool[signs_JBT]).sum(0)
     return x0, ngram, x0 + mix * ngram
 
@@ -884,9 +897,7 @@ class Block(nn.Module):
         self.mlp_scale, self.mix = scalars(1.0), scalars(1.1, 0.0, 0.05)
 
     def forward(self, x, x0, ngram, ve, mask, rotary):
-        x = self.mix[0] * x + self.mix[1] * x0
-        if ngram is not None:
-            x = x + self.mix[2] * ngram
+        x = self.mix[0] * x + self.mix[1] * x0 + self.mix[2] * ngram
         x = x + self.attention(norm(x), ve, mask, rotary)
         return x + F.relu(F.linear(norm(x), self.up)).square() @ (self.down * self.mlp_scale)
 
@@ -930,15 +941,12 @@ class GPT(nn.Module):
         dtype, width = kernels.dtype, c.num_heads * c.head_dim
         self.embed = nn.Parameter(torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
         self.value_embeds = nn.Parameter(0.01 * torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype))
-        self.ngrams = None
-        if c.table_rows:
-            num_rows = len(c.table_orders) * c.table_rows + 1
-            self.ngrams = nn.Parameter(torch.zeros(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
-            self.ngrams.touched = []                  # in place of .grad: see Group
+        num_rows = len(c.table_orders) * c.table_rows + 1
+        self.ngrams = nn.Parameter(torch.zeros(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
+        self.ngrams.touched = []                          # in place of .grad: see Group
         signs = torch.randint(0, 2, (SIGN_POOL, c.model_dim), generator=torch.Generator().manual_seed(1), device="cpu")
         self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
-        self.ngram_mix = scalars(0.05)
-        self.pointer = Pointer(c, dtype)
+        self.ngram_mix, self.pointer = scalars(0.05), Pointer(c, dtype)
         self.blocks = nn.ModuleList(Block(c, layer, dtype) for layer in self.table)
         self.head = nn.Parameter(torch.zeros(c.padded_vocab, c.model_dim, dtype=dtype))
         self.head_gradients, self.cross_entropy = head_gradients, mixed_cross_entropy
@@ -958,10 +966,8 @@ class GPT(nn.Module):
                 "short": self.build_mask(segments, (wide // 2).clamp(min=1), block)._replace(
                     previous_BT=torch.zeros_like(previous))}
 
-    def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor | None, Tensor | None]:
+    def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
         """n-gram rows and signs, [J, B, T, ..]. In training the rows are leaves whose gradients the optimizer wants."""
-        if self.ngrams is None:
-            return None, None
         ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
         rows = F.embedding(ids, self.ngrams).requires_grad_()
         if training:
@@ -1160,8 +1166,7 @@ class Planner:
         self.docs = self.documents(position.epoch, position.next_document)
 
     def documents(self, epoch: int, pending: int) -> Iterator[tuple[int, int, int]]:
-        """(epoch, start, stop) of each document from position pending on, epoch after epoch; what stands before the
-        first eod_id is one, too. The stream's last token is nobody's input, as it has no successor."""
+        """(epoch, start, stop) of each document from position pending on; also what stands before the first eod_id."""
         starts, last = self.stream.starts, self.stream.num_tokens - 1
         while True:
             for k in range(max(0, bisect.bisect_right(starts, pending) - 1), len(starts) - 1):
@@ -1348,7 +1353,6 @@ class RunLog:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
-            self.file = None
 
 
 def fingerprint(path: str) -> str:
@@ -1427,11 +1431,9 @@ def sha256_of(path: Path) -> str:
 
 
 class Store:
-    """Writes folder/step_N in the background, under another name until it is whole, and keeps the last two. For rank 0.
-    What can't be written (full disk, no permission) is said in one line, and training goes on."""
+    """Writes folder/step_N in the background, keeps the last two. What can't be written is said; training goes on."""
     def __init__(self, folder: Path, log: RunLog):
-        self.folder, self.log, self.last = folder, log, None
-        self.pool, self.pending = ThreadPoolExecutor(1), []
+        self.folder, self.log, self.last, self.pool, self.pending = folder, log, None, ThreadPoolExecutor(1), []
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
         """Write tensors (on the CPU, no one else's) while training goes on, once the write before has ended."""
@@ -1719,8 +1721,7 @@ def warmup(run: Run, log: RunLog) -> None:
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
-    """Forward and backward of the largest micro-batch. Out of memory: --micro_rows=auto takes fewer rows at once, for
-    the same curve; else a Failure names the number that may fit. Leaves gradients behind."""
+    """Forward and backward of the largest micro-batch. Out of memory: fewer rows at once (auto), or a Failure."""
     c, device, full = run.config, run.world.device, True
     while full:
         last = max(range(c.num_steps, -1, -1), key=lambda step: rows_at_once(run, step))
@@ -1760,9 +1761,8 @@ def probe(run: Run) -> dict[str, float]:
     rows = [torch.cat((row[:a], other[a:b], row[b:])).expand(rows_at_once(run, c.num_steps), T).contiguous()
             for a, b in cases.values()]
     places = [(bank.weight, slice(None)) for bank in run.optimizer.banks if bank.group.kind != "rows"]
-    if table is not None:                                # of the large table the rows looked up, but nobody's
-        ids = torch.cat([ngram_ids(t, segment_ids(t, c.eod_id), c.table_orders, c.table_rows)[0] for t in rows])
-        places.append((table.data, ids[ids < len(table) - 1].unique()))
+    ids = torch.cat([ngram_ids(t, segment_ids(t, c.eod_id), c.table_orders, c.table_rows)[0] for t in rows])
+    places.append((table.data, ids[ids < len(table) - 1].unique()))      # of the large table the rows looked up
     saved = [(weight, place, weight[place].clone()) for weight, place in places]
     for weight, place, was in saved:
         weight[place] = was + 0.2 * torch.randn(was.shape, generator=generator, device=device).to(was.dtype)

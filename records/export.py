@@ -5,7 +5,7 @@
 Layout: one tensor for each parameter, under the name and in the shape that it has in train_gpt.py's GPT:
     embed, head                         [padded vocabulary, model_dim]; rows from vocab_size on only pad
     value_embeds                        [padded vocabulary, value layers * heads * head_dim]
-    ngrams                              [orders * table_rows + 1, model_dim]; the last row is zero; none if table_rows=0
+    ngrams                              [orders * table_rows + 1, model_dim]; the last row is zero
     ngram_mix                           []: of the n-grams in the first layer's input
     pointer.copy_qk                     [3, copy_dim, model_dim]: queries, keys, keys by the state one token before
     pointer.sentinel_gates              [1, model_dim]

@@ -113,7 +113,7 @@ def take_step(run, step, batch):
 
 def record_gradients(run):
     """From now on run.optimizer.step() appends {bank: this rank's shard of the summed gradients} to the result; of the
-    n-gram table, which every rank has whole, (ids, gradients) of all ranks."""
+    n-gram table (all ranks' ids, this rank's columns of all gradients)."""
     kept, update = [], run.optimizer.update
 
     def recording(bank, lr_scale, momentum):
@@ -127,12 +127,13 @@ def record_gradients(run):
 
 
 def by_parameter(run, shards):
-    """{bank: [shard of rank 0, 1, ..]} -> {parameter: tensor}, padding left out; the n-gram table as rank 0 has it."""
+    """{bank: [shard of rank 0, 1, ..]} -> {parameter: tensor}, padding left out."""
     out = {}
     for bank in run.optimizer.banks:
         if bank.group.kind == "rows":
-            ids, grads = shards[bank.group.name][0]
-            out["ngrams"] = torch.zeros(bank.weight.shape).index_add_(0, ids, grads)
+            ids, columns = zip(*shards[bank.group.name])
+            grads = torch.cat(columns, 1)[:, :bank.weight.size(1)]
+            out["ngrams"] = torch.zeros(bank.weight.shape).index_add_(0, ids[0], grads)
             continue
         whole = torch.cat(shards[bank.group.name])
         out |= {name: bank.part(whole, name) for name in bank.slices}

@@ -229,7 +229,7 @@ def works(tg, run, config):
     c, model = run.config, run.model
     assert c == dataclasses.replace(config, val_tokens=config.val_tokens or run.val_stream.num_tokens - 1)
     assert model.embed.shape == (c.padded_vocab, c.model_dim) and len(model.blocks) == c.num_layers
-    assert len(model.ngrams) == len(c.table_orders) * c.table_rows + 1 if c.table_rows else model.ngrams is None
+    assert len(model.ngrams) == len(c.table_orders) * c.table_rows + 1
     assert model.value_embeds.shape == (c.padded_vocab, len(c.value_layers) * c.num_heads * c.head_dim)
     assert {i for i, row in enumerate(model.table) if row.attention == "long"} == set(c.long_layers)
     if c.compile == "on":

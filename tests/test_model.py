@@ -60,8 +60,9 @@ def test_rows_give_the_same_whatever_stands_beside_them():
 def test_windows_limit_the_view_by_blocks_and_short_layers_see_half(window):
     """One attention layer, so that its reach is the model's (the key offset of one token stays within the blocks)."""
     for long_layers, reach in (((0,), window), ((), max(1, window // 2))):
-        model = randomise(small_model(num_layers=1, long_layers=long_layers, value_layers=(), table_rows=0))
+        model = randomise(small_model(num_layers=1, long_layers=long_layers, value_layers=(), table_rows=1))
         with torch.no_grad():
+            model.ngrams.zero_()
             model.pointer.copy_scales[1] = 100.0                 # no copies
         moved = changed_positions(model, random_tokens(1, 64, every=10 ** 9), 9, window)[0]
         last = min(64, 8 * (1 + reach))                          # end of the last block that still sees block 1
@@ -478,7 +479,7 @@ def test_a_parameter_of_no_bank_raises(tg):
     assert tg.param_groups(c, model)
 
 
-@pytest.mark.parametrize("changes", (dict(table_rows=0), dict(value_layers=()), dict(qk_dim=16),
+@pytest.mark.parametrize("changes", (dict(table_rows=1), dict(value_layers=()), dict(qk_dim=16),
                                      dict(table_orders=(2,)), dict(copy_dim=16), dict(num_heads=1, head_dim=32)))
 def test_pieces_can_be_changed_by_a_number(tg, changes):
     model, tokens = small_model(**changes), random_tokens(2, 64)
