@@ -23,7 +23,6 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import platform
 import re
@@ -46,7 +45,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-SOURCE = Path(__file__).read_text(encoding="utf-8")
+HERE = Path(__file__).resolve()
+SOURCE = HERE.read_text(encoding="utf-8")
 SOURCE += "" if SOURCE.endswith("\n") else "\n"      # the log's fence needs a line of its own
 
 
@@ -1685,10 +1685,10 @@ def evaluate(run: Run) -> float:
     return float(totals[0] / totals[1])
 
 
-def compile_beside(config: Config, overrides: dict) -> None:
+def compile_beside(argv: list[str]) -> None:
     """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the compiler's
     cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
-    sys.stderr = open(os.devnull, "w")
+    config, overrides = parse_config(argv)
     run = build(dataclasses.replace(config, table_rows=min(config.table_rows, 1021)), init_world(), overrides)
     c, model, device = run.config, run.model, run.world.device
     for step in {candidates_at(c, step): step for step in range(c.num_steps)}.values():
@@ -1801,7 +1801,7 @@ def self_check(run: Run, log: RunLog) -> None:
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     """The log's header: everything needed to judge and repeat the run."""
-    c, world, git = run.config, run.world, ("git", "-C", str(Path(__file__).parent))
+    c, world, git = run.config, run.world, ("git", "-C", str(HERE.parent))
     data = {split: dict(tokens=stream.num_tokens, files=[
         dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
         for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])])
@@ -1873,11 +1873,11 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
                   + ("" if saved["run"]["source_sha256"] == header["source_sha256"] else ", written by another source"))
     if world.is_cuda:
-        helper = multiprocessing.get_context("spawn").Process(target=compile_beside, args=(c, overrides), daemon=True)
-        if run.kernels.compile and world.local == 0 and torch.cuda.mem_get_info()[0] > 2 ** 35:
-            helper.start()
+        code = f"import sys; sys.path.insert(0, {str(HERE.parent)!r}); __import__({HERE.stem!r}).compile_beside({argv})"
+        helps = run.kernels.compile and world.local == 0 and torch.cuda.mem_get_info()[0] > 2 ** 35
+        helpers = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)] if helps else []
         warmup(run, log)
-        if helper.pid:
+        for helper in helpers:
             helper.kill()
     if c.self_check == "on":
         self_check(run, log)

@@ -1,5 +1,6 @@
 """Room 9: the loop. Gradients and losses don't depend on ranks or memory, state survives warm-up, runs end honestly."""
 import contextlib
+import dataclasses
 import gzip
 import io
 import json
@@ -358,7 +359,8 @@ def test_warm_up_restores_every_byte_and_runs_every_shape(tg, files, tmp_path, m
 def test_a_second_process_compiles_what_follows_the_blocks(tg, files, monkeypatch):
     """compile_beside must ask for just the shapes that a run then asks for, else its work is lost."""
     asked = dict(main=set(), beside=set())
-    runs = small_run(files, num_steps=13), small_run(files, num_steps=13)
+    options = small_options(**files, num_steps=13)
+    runs = [small_run(files, num_steps=13) for _ in range(2)]
 
     def note(who):
         loss, update = tg.GPT.loss, tg.Optimizer.update
@@ -382,12 +384,24 @@ def test_a_second_process_compiles_what_follows_the_blocks(tg, files, monkeypatc
             break
     monkeypatch.undo()
     note("beside")
-    monkeypatch.setattr(sys, "stderr", sys.stderr)           # it silences its own process
-    monkeypatch.setattr(tg, "build", lambda c, world, overrides: runs[1])
-    tg.compile_beside(runs[1].config, {})
+    built, build = [], tg.build
+    monkeypatch.setattr(tg, "build", lambda *args: built.append(build(*args)) or runs[1])
+    tg.compile_beside(options)
+    assert dataclasses.replace(built[0].config, preset=runs[0].config.preset) == runs[0].config
     last = max(kinds[0][0][0] for what, kinds, *_ in (a for a in asked["main"] if a[0] == "loss"))
     assert asked["beside"] == {a for a in asked["main"] if a[0] != "loss" or a[1][0][0][0] == last}
     assert len([a for a in asked["beside"] if a[0] == "loss"]) == 2
+
+
+def test_the_second_process_is_started_by_one_line_of_python(tg, files, tmp_path):
+    """The line of train(), run for real with compilation off: it must find the file, parse the options and end well."""
+    line, = re.findall(r'code = (f".*compile_beside.*")', tg.SOURCE)
+    copy = tmp_path / "my-idea 2.py"                         # no name for an import statement
+    copy.write_text(tg.SOURCE)
+    code = eval(line, dict(HERE=copy, argv=small_options(**files)))
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stderr == ""
+    spoilt = subprocess.run([sys.executable, "-c", code.replace("num_steps=3", "num_steps=x")], capture_output=True)
+    assert spoilt.returncode != 0
 
 
 def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypatch):
