@@ -403,14 +403,13 @@ def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[
     -> ids [count], each once; column of each id [vocab], -1 where it is left out.
     The walk visits (start + j) * 20011 mod vocab: moving windows reach every id equally often (record 92). No sort, no
     host synchronisation. Targets beyond count are left out."""
-    device = targets.device
     stride = next(s for s in (20_011, 10_007, 7919, 1) if math.gcd(s, vocab) == 1)
-    walk = (torch.arange(vocab, device=device) + start % vocab) * stride % vocab
+    walk = (torch.arange(vocab, device=targets.device) + start % vocab) * stride % vocab
     targets = torch.where(targets < 0, vocab, targets).flatten().long()
-    found = torch.zeros(vocab + 1, dtype=torch.int32, device=device).scatter_(0, targets, 1)[walk]
+    found = torch.zeros(vocab + 1, dtype=torch.int32, device=targets.device).scatter_(0, targets, 1)[walk]
     order = torch.where(found > 0, found.cumsum(0) - 1, found.sum() + (1 - found).cumsum(0) - 1).clamp(max=count)
-    ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, order, walk)[:count]
-    columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, order)
+    ids = torch.zeros(count + 1, dtype=torch.long, device=targets.device).scatter_(0, order, walk)[:count]
+    columns = torch.empty(vocab, dtype=torch.long, device=targets.device).scatter_(0, walk, order)
     return ids, columns.masked_fill(columns == count, -1)
 
 
@@ -1144,8 +1143,7 @@ class TokenStream:
     def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
         """A number for the first tokens of each document of shard k that is longer than length."""
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
-        ends = torch.cat((starts[1:], torch.tensor([len(self.shard(k))])))
-        starts = starts[ends - starts > length]
+        starts = starts[starts.diff(append=torch.tensor([len(self.shard(k))])) > length]
         odd = torch.randint(-2 ** 62, 2 ** 62, (length,), generator=torch.Generator().manual_seed(0)) * 2 + 1
         return (self.shard(k)[starts[:, None] + 1 + torch.arange(length)] * odd).sum(1)
 
@@ -1291,8 +1289,7 @@ def candidates_at(c: Config, step: int) -> int:
 
 def lr_scale_at(c: Config, step: int) -> float:
     """Flat, then linear over the last cooldown_frac of the run to lr_floor; times the stage's own factor."""
-    left = 1 - step / c.num_steps
-    cooled = min(1.0, left / c.cooldown_frac) if c.cooldown_frac else 1.0
+    cooled = min(1.0, (1 - step / c.num_steps) / c.cooldown_frac) if c.cooldown_frac else 1.0
     return stage_at(c, step).lr * (cooled + (1 - cooled) * c.lr_floor)
 
 
@@ -1943,6 +1940,9 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
         stats = train_step(run, step, batch, lr_scale, len(signals)).to("cpu", non_blocking=True)
         clock.step_done()                                 # its event also says that the copy has arrived
         progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
+        if step == first + 20 < c.num_steps - 20:
+            to_go = clock.elapsed_ms() / progress.tokens * sum(n for n, _ in plan[21:]) * c.row_tokens
+            log.event(f"note: at this pace the run takes about {(clock.elapsed_ms() + to_go) / 1e3:.0f} s")
         if c.profile_steps and log.path and step == min(first + 5 + c.profile_steps, c.num_steps) - 1:
             profiler.stop()
             profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
