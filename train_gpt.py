@@ -37,6 +37,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Iterable, Iterator, NamedTuple
 
 import torch
@@ -860,8 +861,7 @@ class Attention(nn.Module):
         self.config = c
         pair = c.qk_dim * (2 - c.num_heads % 2)           # orthogonalised by pairs of heads (record 80)
         self.qk = matrix(2 * c.num_heads * c.qk_dim // pair, pair, c.model_dim, dtype=dtype)
-        self.value = matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype)
-        self.out = matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype)         # transposed
+        self.value, self.out = (matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype) for _ in "vo")
         self.scales = scalars(0.5, 1.0)                    # of values and output; on weights, where they cost nothing
         self.gates = nn.Parameter(torch.zeros(2 * c.num_heads, GATE_DIMS, dtype=dtype))
         if layer.value_table is not None:
@@ -1682,6 +1682,8 @@ def evaluate(run: Run) -> float:
     return float(totals[0] / totals[1])
 
 
+HELPER = """import os, sys, threading; threading.Thread(None, lambda: os._exit(len(os.read(0, 1))), daemon=True).start()
+sys.path.insert(0, {!r}); __import__({!r}).compile_beside({!r})"""      # ends when its standard input closes
 def compile_beside(argv: list[str]) -> None:
     """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the compiler's
     cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
@@ -1695,7 +1697,7 @@ def compile_beside(argv: list[str]) -> None:
         model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
     with torch.no_grad():
         for bank in run.optimizer.banks:
-            bank.ids, bank.grads = tokens[0].long(), x[0]
+            bank.ids, bank.grads, bank.world = tokens[0].long(), x[0], World()      # without collectives
             run.optimizer.update(bank, 0.0, 0.9)
 
 
@@ -1870,12 +1872,10 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
                   + ("" if saved["run"]["source_sha256"] == header["source_sha256"] else ", written by another source"))
     if world.is_cuda:
-        code = f"import sys; sys.path.insert(0, {str(HERE.parent)!r}); __import__({HERE.stem!r}).compile_beside({argv})"
-        helps = run.kernels.compile and world.local == 0 and torch.cuda.mem_get_info()[0] > 2 ** 35
-        helpers = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)] if helps else []
-        warmup(run, log)
-        for helper in helpers:
-            helper.kill()
+        helps = (world.local, c.micro_rows, c.deterministic) == (0, 1, "off") and torch.cuda.mem_get_info()[0] > 2 ** 35
+        code = HELPER.format(str(HERE.parent), HERE.stem, argv) if helps else ""
+        with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL):
+            warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
     progress = Progress(c, log, clock, [bank.group.name for bank in run.optimizer.banks], header)
@@ -1942,7 +1942,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
         progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
         if step == first + 20 < c.num_steps - 20:
             to_go = clock.elapsed_ms() / progress.tokens * sum(n for n, _ in plan[21:]) * c.row_tokens
-            log.event(f"note: at this pace the run takes about {(clock.elapsed_ms() + to_go) / 1e3:.0f} s")
+            log.event(f"note: at this pace the training takes about {(clock.elapsed_ms() + to_go) / 1e3:.0f} s")
         if c.profile_steps and log.path and step == min(first + 5 + c.profile_steps, c.num_steps) - 1:
             profiler.stop()
             profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))

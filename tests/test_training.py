@@ -393,15 +393,37 @@ def test_a_second_process_compiles_what_follows_the_blocks(tg, files, monkeypatc
     assert len([a for a in asked["beside"] if a[0] == "loss"]) == 2
 
 
-def test_the_second_process_is_started_by_one_line_of_python(tg, files, tmp_path):
-    """The line of train(), run for real with compilation off: it must find the file, parse the options and end well."""
-    line, = re.findall(r'code = (f".*compile_beside.*")', tg.SOURCE)
+def test_the_second_process_ends_well_and_when_its_input_closes(tg, files, tmp_path):
+    """HELPER, run for real with compilation off: it must find the file, parse the options, end well, and end at once
+    when nobody holds its standard input any more: warm-up is over, or the trainer is dead."""
     copy = tmp_path / "my-idea 2.py"                         # no name for an import statement
     copy.write_text(tg.SOURCE)
-    code = eval(line, dict(HERE=copy, argv=small_options(**files)))
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stderr == ""
-    spoilt = subprocess.run([sys.executable, "-c", code.replace("num_steps=3", "num_steps=x")], capture_output=True)
-    assert spoilt.returncode != 0
+
+    def start(options):
+        code = tg.HELPER.format(str(copy.parent), copy.stem, options)
+        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with start(small_options(**files)) as process:
+        assert process.stderr.read() == "" and process.wait(120) == 0
+    with start(small_options(**files, num_steps="x")) as process:
+        assert "--num_steps=x" in process.stderr.read() and process.wait(120) == 1
+    copy.write_text("import time\ndef compile_beside(argv): time.sleep(600)\n")
+    began = time.perf_counter()
+    with start([]):
+        pass
+    assert time.perf_counter() - began < 60
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_the_second_process_reaches_every_bank_on_any_number_of_ranks(tg, files, monkeypatch, size):
+    options, updated, update = small_options(**files, batch_tokens=32 * 64, micro_rows=1), [], tg.Optimizer.update
+
+    def noting(self, bank, lr_scale, momentum):
+        update(self, bank, lr_scale, momentum)
+        updated.append(bank.group.name)
+    monkeypatch.setattr(tg.Optimizer, "update", noting)
+    monkeypatch.setattr(tg, "init_world", lambda *args: tg.World(0, size))
+    tg.compile_beside(options)
+    assert updated[-1] == "ngrams" and len(updated) == 11
 
 
 def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypatch):
