@@ -46,8 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-HERE = Path(__file__).resolve()
-SOURCE = HERE.read_text(encoding="utf-8")
+SOURCE = Path(__file__).read_text(encoding="utf-8")
 SOURCE += "" if SOURCE.endswith("\n") else "\n"      # the log's fence needs a line of its own
 
 
@@ -511,7 +510,7 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Optimizer
-# Pure update rules, and one class that shards them over the ranks: reduce gradients, update a shard, gather weights.
+# Pure update rules, and one class that shards them over ranks: reduce, update a shard, gather. It knows but groups.
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)      # the new names of torch 2.13
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -677,7 +676,7 @@ class RowBank(Bank):
         """This rank's columns of rows [M, width]; mean squares [M] of whole gradients."""
         square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
         if self.world.size == 1:
-            return self.weight[ids], square / self.width
+            return self.weight[ids], square / self.table.size(1)
         dist.all_reduce(square)
         rows = self.weight[:, self.world.rank * self.width:(self.world.rank + 1) * self.width][ids]
         return F.pad(rows, (0, self.width - rows.size(1))), square / self.table.size(1)
@@ -729,7 +728,7 @@ class Optimizer:
         return torch.stack(norms)
 
     def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
-        bank.steps += 1             # rates and betas are 0-D CPU tensors: new values neither recompile nor get lost
+        bank.steps += 1      # rates and betas are 0-D CPU tensors: floats would recompile, or meet a cache's old ones
         group, scalar = bank.group, torch.tensor
         lr, (beta1, beta2), decay = scalar(group.lr * lr_scale), map(scalar, group.betas), scalar(group.decay)
         if group.kind == "muon":
@@ -861,7 +860,7 @@ class Attention(nn.Module):
         self.config = c
         pair = c.qk_dim * (2 - c.num_heads % 2)           # orthogonalised by pairs of heads (record 80)
         self.qk = matrix(2 * c.num_heads * c.qk_dim // pair, pair, c.model_dim, dtype=dtype)
-        self.value, self.out = (matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype) for _ in "vo")
+        self.value, self.out = (matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype) for _ in range(2))
         self.scales = scalars(0.5, 1.0)                    # of values and output; on weights, where they cost nothing
         self.gates = nn.Parameter(torch.zeros(2 * c.num_heads, GATE_DIMS, dtype=dtype))
         if layer.value_table is not None:
@@ -883,7 +882,7 @@ class Attention(nn.Module):
         along = (y * v).float().sum(-1, keepdim=True) / v.float().square().sum(-1, keepdim=True).clamp(min=1e-6)
         y = y - torch.tanh(own) * along.to(y.dtype) * v                               # XSA: less of the own value
         y = y * 2 * torch.sigmoid(output)
-        return y.flatten(2) @ (self.out * self.scales[1])
+        return y.flatten(2) @ (self.out * self.scales[1])         # out is stored transposed
 
 
 class Block(nn.Module):
@@ -1165,7 +1164,7 @@ class Planner:
 
     def documents(self, epoch: int, pending: int) -> Iterator[tuple[int, int, int]]:
         """(epoch, start, stop) of each document from position pending on; also what stands before the first eod_id."""
-        starts, last = self.stream.starts, self.stream.num_tokens - 1
+        starts, last = self.stream.starts, self.stream.num_tokens - 1      # the last token has no successor
         while True:
             for k in range(max(0, bisect.bisect_right(starts, pending) - 1), len(starts) - 1):
                 for start in self.stream.document_starts(k, self.eod_id):
@@ -1335,10 +1334,10 @@ class RunLog:
                 print(f"warn: {self.path}: log lost ({error.strerror}); training goes on", file=sys.stderr)
 
     def header(self, source: str, facts: dict) -> None:
-        """Source, fence, facts as one JSON line, nvidia-smi, fence."""
+        """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence."""
         self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
-        if facts["versions"]["cuda"]:
-            self.write(run_quietly("nvidia-smi"))
+        if smi := run_quietly("nvidia-smi"):
+            self.write(smi)
         self.write(FENCE)
 
     def event(self, text: str) -> None:
@@ -1428,7 +1427,7 @@ def sha256_of(path: Path) -> str:
 
 
 class Store:
-    """Writes folder/step_N in the background, keeps the last two. What can't be written is said; training goes on."""
+    """Writes folder/step_N in the background, named so when whole; keeps two. A failure is said; training goes on."""
     def __init__(self, folder: Path, log: RunLog):
         self.folder, self.log, self.last, self.pool, self.pending = folder, log, None, ThreadPoolExecutor(1), []
 
@@ -1655,7 +1654,7 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
     loss = torch.zeros((), device=world.device)
     for rows in zip(batch.inputs.split(n), batch.targets.split(n)):
         inputs, targets = (part.to(world.device, non_blocking=True) for part in rows)
-        part = run.model(inputs, targets, view) / (rows_at(c, step) * c.row_tokens)      # sums then to the mean
+        part = run.model(inputs, targets, view) / (rows_at(c, step) * c.row_tokens)      # so parts add up to the mean
         part.backward()
         loss += part.detach()
         view = view._replace(row=view.row + n)
@@ -1683,7 +1682,7 @@ def evaluate(run: Run) -> float:
 
 
 HELPER = """import os, sys, threading; threading.Thread(None, lambda: os._exit(len(os.read(0, 1))), daemon=True).start()
-sys.path.insert(0, {!r}); __import__({!r}).compile_beside({!r})"""      # ends when its standard input closes
+sys.path.insert(0, {!r}); __import__({!r}[:-3]).compile_beside({!r})"""      # ends when its standard input closes
 def compile_beside(argv: list[str]) -> None:
     """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the compiler's
     cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
@@ -1800,7 +1799,7 @@ def self_check(run: Run, log: RunLog) -> None:
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     """The log's header: everything needed to judge and repeat the run."""
-    c, world, git = run.config, run.world, ("git", "-C", str(HERE.parent))
+    c, world, git = run.config, run.world, ("git", "-C", str(Path(__file__).parent))
     data = {split: dict(tokens=stream.num_tokens, files=[
         dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
         for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])])
@@ -1872,9 +1871,10 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
                   + ("" if saved["run"]["source_sha256"] == header["source_sha256"] else ", written by another source"))
     if world.is_cuda:
-        helps = (world.local, c.micro_rows, c.deterministic) == (0, 1, "off") and torch.cuda.mem_get_info()[0] > 2 ** 35
-        code = HELPER.format(str(HERE.parent), HERE.stem, argv) if helps else ""
-        with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL):
+        fits = (run.kernels.compile, world.local, c.micro_rows, c.deterministic) == (True, 0, 1, "off")
+        help = fits and torch.cuda.mem_get_info()[0] > 2 ** 35
+        helper = [sys.executable, "-c", HELPER.format(*os.path.split(os.path.abspath(__file__)), argv)]
+        with subprocess.Popen(helper, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL) if help else contextlib.nullcontext():
             warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)

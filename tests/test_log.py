@@ -251,6 +251,17 @@ def test_a_command_that_fails_or_is_missing_gives_an_empty_text(tg):
     assert tg.run_quietly(sys.executable, "-c", "print(' 1 ')") == "1"
 
 
+@pytest.mark.parametrize("smi", ["", "GPU 0: NVIDIA H100"])
+def test_nvidia_smi_is_in_the_header_where_there_is_one(tg, tmp_path, monkeypatch, smi):
+    """A torch built for CUDA on a machine without a GPU must leave no empty line."""
+    monkeypatch.setattr(tg, "run_quietly", lambda *command: smi if command == ("nvidia-smi",) else "")
+    log = tg.RunLog(str(tmp_path), tg.World())
+    log.header("source\n", dict(versions=dict(cuda="13.0")))
+    log.close()
+    lines = log.path.read_text().splitlines()
+    assert lines[:2] == ["source", tg.FENCE] and lines[3:] == [smi] * bool(smi) + [tg.FENCE]
+
+
 def test_the_logs_header_is_one_line_of_json(tg, real_log):
     lines = real_log[0].read_text().splitlines()
     fences = [i for i, line in enumerate(lines) if line == tg.FENCE]

@@ -400,7 +400,7 @@ def test_the_second_process_ends_well_and_when_its_input_closes(tg, files, tmp_p
     copy.write_text(tg.SOURCE)
 
     def start(options):
-        code = tg.HELPER.format(str(copy.parent), copy.stem, options)
+        code = tg.HELPER.format(str(copy.parent), copy.name, options)
         return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with start(small_options(**files)) as process:
         assert process.stderr.read() == "" and process.wait(120) == 0
