@@ -6,7 +6,7 @@ Layout: one tensor for each parameter, under the name and in the shape that it h
     embed, head                         [padded vocabulary, model_dim]; rows from vocab_size on only pad
     value_embeds                        [padded vocabulary, value layers * heads * head_dim]
     ngrams                              [orders * table_rows + 1, model_dim]; the last row is zero
-    ngram_mix                           []: of the n-grams in the first layer's input
+    ngram_mix                           []: of the n-grams in x0
     pointer.copy_qk                     [3, copy_dim, model_dim]: queries, keys, keys by the state one token before
     pointer.sentinel_gates              [1, model_dim]
     pointer.copy_scales                 [2]: of the queries; bias of the sentinel
@@ -14,10 +14,9 @@ Layout: one tensor for each parameter, under the name and in the shape that it h
                                         keys; [2 * heads, qk_dim, model_dim] if the number of heads is odd
     blocks.N.attention.value, .out      [heads * head_dim, model_dim]; out is transposed
     blocks.N.attention.scales           [2]: of values and output
-    blocks.N.attention.gates            [2 * heads, 16]: of the output, then of the own value (XSA)
-    blocks.N.attention.value_gates      [heads, 16]; only in value_layers
+    blocks.N.attention.gates            [heads, 16]: of the output
     blocks.N.up, .down                  [mlp_dim, model_dim]; down is transposed
-    blocks.N.mlp_scale, .mix            [], [3]: of x, x0 and the n-grams
+    blocks.N.mlp_scale, .mix            [], [2]: of x and x0
 The record has 3.57 billion numbers, 3.22 of them in ngrams: 14.3 GB in float32, 7.1 GB in bfloat16. The signs of the
 n-grams are no parameter: GPT draws them with seed 1.
 Metadata (text): config (JSON of train_gpt.Config), tokenizer, step, run_id, source_sha256. load_example.py reads it.

@@ -28,7 +28,7 @@ def test_defaults_are_the_record_in_numbers(tg):
     c = tg.Config()
     assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.qk_dim, c.mlp_dim) == (11, 768, 6, 128, 128, 3072)
     assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (524_288, 1285, 10_485_760, 2048)
-    assert (c.lr_matrix, c.lr_embed, c.lr_head, c.lr_scalar, c.lr_table) == (0.023, 0.6, 0.008, 0.04, 0.56)
+    assert (c.lr_matrix, c.lr_embed, c.lr_head, c.lr_scalar, c.lr_table) == (0.0325, 0.85, 0.0113, 0.056, 0.8)
     assert (c.cooldown_frac, c.lr_floor, c.tail_frac, c.tail_blend) == (0.8, 0.3, 0.25, 0.5)
     assert (c.squash, c.attention_scale, c.block_tokens, c.target_loss) == ((23.0, 5.0, 7.5), 0.1, 128, 3.28)
     assert (c.table_rows, c.table_orders, c.val_window_blocks) == (2_097_143, (2, 3), 20)
@@ -36,7 +36,7 @@ def test_defaults_are_the_record_in_numbers(tg):
 
 def test_the_sprint_is_the_record_on_one_gpu(tg):
     c = tg.parse_config(["--preset=sprint"])[0]
-    assert (c.num_steps, c.batch_tokens, c.target_loss, c.val_tokens) == (1000, 131_072, 3.48, 2_097_152)
+    assert (c.batch_tokens, c.batch_shares, c.target_loss, c.val_tokens) == (65_536, (1.0,), 3.48, 2_097_152)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):
@@ -61,9 +61,11 @@ def test_the_default_preset_is_the_callers_choice(tg):
 def test_overrides_take_the_type_of_their_field(tg):
     config, overrides = tg.parse_config(["--preset=tiny", "--num_steps=7", "--lr_matrix=1e-3", "--long_layers=0,1",
                                          "--train_files=a=b,*.bin", "--compile=on", "--fp8=off", "--deterministic",
-                                         "--micro_rows=auto", "--value_layers=", "--squash=30,0,7.5"])
+                                         "--micro_rows=auto", "--value_layers=", "--squash=30,0,7.5",
+                                         "--batch_shares=.5,1"])
     assert overrides == dict(num_steps=7, lr_matrix=1e-3, long_layers=(0, 1), train_files="a=b,*.bin", compile="on",
-                             fp8="off", deterministic="on", micro_rows=0, value_layers=(), squash=(30, 0, 7.5))
+                             fp8="off", deterministic="on", micro_rows=0, value_layers=(), squash=(30, 0, 7.5),
+                             batch_shares=(0.5, 1.0))
     assert {key: getattr(config, key) for key in overrides} == overrides
     assert config.model_dim == tg.PRESETS["tiny"]["model_dim"]
 
@@ -106,6 +108,9 @@ def test_config_is_frozen(tg):
     (["--copy_dim=0"], ["--copy_dim=0", "from 8"]),
     (["--table_orders=2,5"], ["--table_orders=(2, 5)", "from 1 to 4"]),
     (["--table_orders="], ["--table_orders=()", "at least one"]),
+    (["--batch_shares="], ["--batch_shares=()", "at least one number"]),
+    (["--batch_shares=0.5,0"], ["--batch_shares=(0.5, 0.0)", "from 0.0009765625 to 1"]),
+    (["--batch_shares=0.5,nan"], ["--batch_shares=(0.5, nan)", "finite"]),
     (["--squash=23,5"], ["--squash=(23.0, 5.0)", "cap, shift, width"]),
     (["--squash=23,5,0"], ["--squash=(23.0, 5.0, 0.0)", "more than 0"]),
     (["--squash=400,5,7.5"], ["--squash=(400.0,", "at most 80"]),                       # fp32's exp would underflow

@@ -146,20 +146,17 @@ def attention_by_hand(layer, x, ve, mask, previous, tables, c, qk_norm=True, sca
                 for part in (slice(quarter, 2 * quarter), slice(3 * quarter, 4 * quarter)):
                     k[b, t, :, part] = k[b, t - 1, :, part]
     if ve is not None:
-        gates = torch.cat((x[..., :8], ve[..., :8]), -1) @ layer.value_gates.T
-        v = v + 2 * gates.sigmoid()[..., None] * ve.view_as(v)
+        v = v + ve.view_as(v)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (c.attention_scale if scale is None else scale)
     y = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~mask, -math.inf).softmax(-1), v)
-    output, own = (x[..., :16] @ layer.gates.T).view(B, T, 2, c.num_heads, 1).unbind(2)
-    y = y - own.tanh() * (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True) * v
-    y = y * 2 * output.sigmoid()
+    y = y * 2 * (x[..., :16] @ layer.gates.T).sigmoid()[..., None]
     return y.reshape(B, T, -1) @ layer.out * layer.scales[1]
 
 
 @pytest.mark.parametrize("with_ve", [True, False])
 def test_attention_is_its_formula(tg, with_ve):
     c = small_config()
-    layer = randomise(tg.Attention(c, tg.Layer("long", 0 if with_ve else None), torch.float32))
+    layer = randomise(tg.Attention(c, torch.float32))
     x = torch.randn(2, 32, c.model_dim)
     ve = torch.randn(2, 32, c.num_heads * c.head_dim) if with_ve else None
     segments = tg.segment_ids(random_tokens(2, 32), EOD)
@@ -201,11 +198,10 @@ def test_the_forward_pass_is_the_stated_formula(tg):
         e = model.embed[tokens.long()]
         ids, signs = tg.ngram_ids(tokens, segments, c.table_orders, c.table_rows)
         ngram = sum(model.ngrams[ids[j]] * model.sign_pool[signs[j]] for j in range(2))
-        x0 = rms(e)
-        x = x0 + model.ngram_mix * ngram
+        x = x0 = rms(e) + model.ngram_mix * ngram
         ves = model.value_embeds[tokens.long()].view(2, 64, 2, -1)
         for layer, block in zip(table, model.blocks):
-            x = block.mix[0] * x + block.mix[1] * x0 + block.mix[2] * ngram
+            x = block.mix[0] * x + block.mix[1] * x0
             ve = None if layer.value_table is None else ves[:, :, layer.value_table]
             x = x + attention_by_hand(block.attention, rms(x), ve, masks[layer.attention],
                                       previous[layer.attention], rotary, c)
@@ -225,7 +221,7 @@ def test_the_forward_pass_is_the_stated_formula(tg):
 
 
 def test_gates_begin_neutral(tg):
-    """At init, attention is softmax(qk) v with the whole value embedding, no own-value correction, no output gate."""
+    """At init, attention is softmax(qk) v with the whole value embedding and no output gate."""
     model = small_model()
     block, c = model.blocks[1], model.config
     x, ve = torch.randn(1, 16, 32), torch.randn(1, 16, 32)
@@ -269,8 +265,7 @@ def test_every_number_of_every_parameter_kind_changes_what_the_model_says():
         seen.add(name.split(".")[-1])
     assert seen == {"embed", "value_embeds", "ngrams", "ngram_mix",
                     "copy_qk", "copy_scales", "sentinel_gates", "head", "qk", "value", "out", "scales", "gates",
-                    "value_gates", "up", "down",
-                    "mlp_scale", "mix"}
+                    "up", "down", "mlp_scale", "mix"}
 
 
 def test_long_layers_take_half_of_each_key_from_the_token_before(tg):
@@ -418,7 +413,7 @@ def test_few_kinds_of_blocks_are_compiled(tg):
 
 def test_each_family_begins_where_it_should():
     model = small_model(model_dim=64, mlp_dim=256, vocab_size=1000)
-    wanted = {"mix": [1.1, 0.0, 0.05], "ngram_mix": [0.05], "scales": [0.5, 1.0], "mlp_scale": [1.0],
+    wanted = {"mix": [1.1, 0.2], "ngram_mix": [0.05], "scales": [0.5, 1.0], "mlp_scale": [1.0],
               "copy_scales": [1.0, 16.0]}
     for name, p in model.named_parameters():
         p, last = p.detach(), name.split(".")[-1]

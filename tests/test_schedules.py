@@ -6,11 +6,11 @@ from model_helpers import replaced
 @pytest.fixture
 def one_stage(tg, monkeypatch):
     """A single stage without factors, so that the run's own schedules stand alone."""
-    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 1.0, 1.0, 0, 4, 0.0),))
+    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 0, 4, 0.0),))
 
 
 def test_the_rate_is_flat_and_then_falls_linearly_to_its_floor(tg, one_stage):
-    c = tg.Config(num_steps=1000, cooldown_frac=0.4, lr_floor=0.1)
+    c = tg.Config(num_steps=1000, cooldown_frac=0.4, lr_floor=0.1, batch_shares=(1.0,))
     assert tg.lr_scale_at(c, 0) == tg.lr_scale_at(c, 300) == 1.0
     assert tg.lr_scale_at(c, 600) == pytest.approx(1.0)
     assert tg.lr_scale_at(c, 601) < 1.0
@@ -21,12 +21,12 @@ def test_the_rate_is_flat_and_then_falls_linearly_to_its_floor(tg, one_stage):
 
 
 def test_without_a_cooldown_the_rate_stays(tg, one_stage):
-    c = tg.Config(num_steps=10, cooldown_frac=0.0)
+    c = tg.Config(num_steps=10, cooldown_frac=0.0, batch_shares=(1.0,))
     assert [tg.lr_scale_at(c, s) for s in range(11)] == [1.0] * 11
 
 
 def test_a_cooldown_over_the_whole_run_begins_at_step_0(tg, one_stage):
-    c = tg.Config(num_steps=10, cooldown_frac=1.0, lr_floor=0.0)
+    c = tg.Config(num_steps=10, cooldown_frac=1.0, lr_floor=0.0, batch_shares=(1.0,))
     assert [tg.lr_scale_at(c, s) for s in range(11)] == pytest.approx([1 - s / 10 for s in range(11)])
 
 
@@ -39,30 +39,31 @@ def test_momentum_rises_over_a_quarter_of_the_run_and_falls_at_its_end(tg):
 
 
 def test_every_step_has_its_stage_and_batch(tg, monkeypatch):
-    stages = (tg.Stage(0.25, 0.5, 2.0, 32, 3, 0.2), tg.Stage(0.75, 1.0, 1.0, 0, 5, 0.5),
-              tg.Stage(1.0, 1.5, 0.5, 0, 7, 0.0))
+    stages = (tg.Stage(0.25, 32, 3, 0.2), tg.Stage(0.75, 0, 5, 0.5), tg.Stage(1.0, 0, 7, 0.0))
     monkeypatch.setattr(tg, "STAGES", stages)
-    c = tg.Config(num_steps=80, cooldown_frac=0.0)
+    c = tg.Config(num_steps=80, cooldown_frac=0.0, batch_shares=(0.25, 0.5, 1.0))
     assert [tg.stage_at(c, s) for s in (0, 19, 20, 59, 60, 79, 80)] == [stages[i] for i in (0, 0, 1, 1, 2, 2, 2)]
-    assert [tg.rows_at(c, s) for s in (0, 19, 20, 60)] == [16, 16, 32, 48]
-    assert [tg.lr_scale_at(c, s) for s in (0, 20, 60)] == [2.0, 1.0, 0.5]
+    assert [tg.rows_at(c, s) for s in (0, 19, 20, 60)] == [8, 8, 16, 32]
+    assert [tg.lr_scale_at(c, s) for s in (0, 20, 60)] == pytest.approx([0.5, 0.5 ** 0.5, 1.0])
+    assert [tg.rows_at(replaced(c, batch_shares=(0.5, 1.0)), s) for s in (0, 20, 60)] == [16, 32, 32]     # it stays
+    assert [tg.rows_at(replaced(c, batch_shares=(1.0, 0.75, 0.5, 0.1)), s) for s in (0, 20, 60)] == [32, 24, 16]
     assert [tg.candidates_at(c, s) for s in (0, 20, 60)] == [10_112, 25_216, 0]           # multiples of 128
 
 
 def test_the_batch_is_never_empty_and_a_small_vocabulary_is_taken_whole(tg, monkeypatch):
-    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 0.01, 1.0, 0, 3, 0.5),))
-    assert tg.rows_at(tg.Config(num_steps=8), 0) == 1
+    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 0, 3, 0.5),))
+    assert tg.rows_at(tg.Config(num_steps=8, batch_shares=(0.01,)), 0) == 1
     assert tg.candidates_at(tg.Config(vocab_size=100), 0) == 128
 
 
-def test_the_sprint_takes_about_76_million_tokens_in_three_sizes_of_steps(tg):
+def test_the_sprint_takes_about_75_million_tokens_in_steps_of_one_size(tg):
     c = tg.parse_config(["--preset=sprint"])[0]
     rows = [tg.rows_at(c, step) for step in range(c.num_steps)]
-    assert sorted(set(rows)) == [1, 2, 4] and 75e6 < sum(rows) * c.row_tokens < 78e6
+    assert set(rows) == {c.micro_rows} and 70e6 < sum(rows) * c.row_tokens < 78e6
     assert tg.candidates_at(c, 0) == 10_112 and tg.candidates_at(c, c.num_steps - 1) == 0
     full = sum(n for step, n in enumerate(rows) if not tg.candidates_at(c, step)) / sum(rows)
-    assert 0.08 < full < 0.15
-    assert tg.lr_scale_at(c, 0) == 0.71 and tg.lr_scale_at(c, c.num_steps) == pytest.approx(1.41 * 0.3)
+    assert 0.07 < full < 0.09
+    assert tg.lr_scale_at(c, 0) == 1.0 and tg.lr_scale_at(c, c.num_steps) == pytest.approx(0.3)
 
 
 def test_the_record_shares_its_rows_among_eight_ranks(tg):
