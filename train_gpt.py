@@ -135,7 +135,7 @@ class Config:
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": dict(            # small batches of one size, and rates to match
-        num_steps=1140, batch_tokens=65_536, batch_shares=(1.0,), row_tokens=32_768, micro_rows=2, target_loss=3.48,
+        num_steps=1230, batch_tokens=65_536, batch_shares=(1.0,), row_tokens=32_768, micro_rows=2, target_loss=3.48,
         val_tokens=2 ** 21, num_layers=4, long_layers=(1, 3), value_layers=(3,), lr_matrix=0.0163, lr_embed=0.424,
         lr_head=0.0057, lr_scalar=0.028, lr_table=0.4),
     "demo": dict(
@@ -1257,7 +1257,7 @@ class Stage(NamedTuple):
 
 STAGES = (
     #     until  clip  window candidates
-    Stage(0.333, 896,  3,     0.2),
+    Stage(0.200, 896,  3,     0.2),
     Stage(0.667, 2048, 7,     0.2),
     Stage(0.920, 2048, 11,    0.2),
     Stage(1.000, 2048, 13,    0.0),
