@@ -1,6 +1,6 @@
 """train_gpt: one file that trains a GPT-2-class language model to a target validation loss, fast.
 
-Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus 0.24 of the January 2025 record's time (records/).
+Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus 0.22 of the January 2025 record's time (records/).
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py           the record recipe on 8 GPUs
     python train_gpt.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'    one GPU, minutes
@@ -73,7 +73,7 @@ class Config:
     vocab_size: int = 50_257               # ids in use; a dataset.json beside the shards overrides it
     eod_id: int = 50_256                   # the token that stands before every document
     # Length and batch
-    num_steps: int = 1285
+    num_steps: int = 1216
     batch_tokens: int = 524_288            # tokens of the largest step over all ranks and micro-steps
     batch_shares: tuple[float, ...] = (0.25, 0.5, 1.0)    # of it, stage by stage; rates fall with the square root
     row_tokens: int = 16_384               # the atom of data: documents are packed into rows, nothing crosses rows

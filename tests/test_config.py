@@ -27,7 +27,7 @@ def test_the_promised_keys_and_presets_are_there(tg):
 def test_defaults_are_the_record_in_numbers(tg):
     c = tg.Config()
     assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.qk_dim, c.mlp_dim) == (11, 768, 6, 128, 128, 3072)
-    assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (524_288, 1285, 10_485_760, 2048)
+    assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (524_288, 1216, 10_485_760, 2048)
     assert (c.lr_matrix, c.lr_embed, c.lr_head, c.lr_scalar, c.lr_table) == (0.0325, 0.85, 0.0113, 0.056, 0.8)
     assert (c.cooldown_frac, c.lr_floor, c.tail_frac, c.tail_blend) == (0.8, 0.3, 0.25, 0.5)
     assert (c.squash, c.attention_scale, c.block_tokens, c.target_loss) == ((23.0, 5.0, 7.5), 0.1, 128, 3.28)

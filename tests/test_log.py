@@ -57,7 +57,7 @@ def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real
     assert [point.step for point in log.validation] == [0, 5, 10, 12]
     assert [point.step for point in log.training] == [1, 10]
     assert {"train_time", "step_avg", "tokens_per_s", "lr", "tokens"} <= set(log.training[0].fields)
-    assert log.training[1].fields["tokens"] == (4 * 6 + 5 * 12 + 24) * 64
+    assert log.training[1].fields["tokens"] == (3 * 6 + 6 * 12 + 24) * 64
     assert len(log.step_times_ms) == 12 and all(ms > 0 for ms in log.step_times_ms)
     assert log.finished and not log.resumed and log.val_loss == pytest.approx(log.validation[-1].loss, abs=1e-4)
     result = log.result

@@ -36,7 +36,7 @@ def test_help_lists_every_key_and_starts_nothing(tg, capfd, monkeypatch, argv):
         monkeypatch.setattr(tg, name, None)
     assert tg.main(argv) == 0
     out, err = capfd.readouterr()
-    assert "--num_steps=1285" in out and "torchrun --standalone" in out and "sprint" in out and err == ""
+    assert "--num_steps=1216" in out and "torchrun --standalone" in out and "sprint" in out and err == ""
 
 
 @pytest.mark.parametrize("argv, part", [

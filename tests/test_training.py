@@ -262,7 +262,7 @@ def test_each_step_takes_rate_momentum_and_view_from_the_schedules(tg, files):
         take_step(run, step, batch)
     assert calls == [(tg.lr_scale_at(c, step), tg.momentum_at(c, step)) for step in range(12)]
     assert views == [tg.train_view(run, step) for step in range(12)] and all(view.training for view in views)
-    assert [view.window for view in views] == [3] * 4 + [7] * 5 + [11] * 3
+    assert [view.window for view in views] == [3] * 3 + [7] * 6 + [11] * 3
     assert len(set(calls)) > 10
 
 
@@ -296,8 +296,8 @@ def test_the_validation_loss_is_the_mean_over_exactly_val_tokens_targets(tg, fil
 
 
 def test_more_context_before_a_row_helps_a_trained_model(tg, files):
-    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.05)
-    for step, batch in enumerate(small_batches(run)):
+    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.1, table_rows=1, value_layers=())
+    for step, batch in enumerate(small_batches(run)):       # without the tables that learn these few tokens by heart
         take_step(run, step, batch)
     losses = []
     for overlap in (0, 16, 48):
@@ -620,9 +620,9 @@ def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, fil
     options = [*TINY, f"--train_files={tmp_path}/t_*.bin", f"--val_files={tmp_path}/v_*.bin", "--val_tokens=300"]
     answer = call_main([*options, "--num_steps=50"], tmp_path / "b")
     assert answer.code == 2 and answer.err.count("\n") == 1
-    config = tg.parse_config([*options, "--num_steps=50", "--max_epochs=6"])[0]
+    config = tg.parse_config([*options, "--num_steps=50", "--max_epochs=7"])[0]
     needed = tokens_of(config, 50)
-    for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py", "--max_epochs=6"):
+    for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py", "--max_epochs=7"):
         assert part in answer.err
     assert f"wraps, {needed / 4999:.2f} epochs" in tg.budget(tg.build(config, tg.World(), {}))
 
