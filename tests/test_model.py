@@ -406,9 +406,20 @@ def test_the_topology_of_the_record(tg):
     assert [i for i, row in enumerate(table) if row.attention == "long"] == [3, 10]
 
 
-def test_few_kinds_of_blocks_are_compiled(tg):
-    """A kind is what makes a graph of its own: with or without a value embedding."""
-    assert len({row.value_table is not None for row in tg.layer_table(tg.Config())}) == 2
+def test_blocks_of_one_kind_share_a_graph(tg, monkeypatch):
+    """A kind is what makes a graph of its own: with or without a value embedding. The first block is of neither more."""
+    graphs, compile_module, compile_function = [], nn.Module.compile, torch.compile
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: compile_module(self, backend=count, **how))
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile_function(f, **how) if "backend" in how else f)
+    torch._dynamo.reset()
+    model, tokens = tg.GPT(small_config(value_layers=(4,)), tg.Kernels(compile=True)), random_tokens(2, 64)
+    for _ in range(2):
+        model(tokens, random_tokens(2, 64, seed=3), view(4, training=True)).backward()
+    assert len(model.blocks) > 3 and len(graphs) == 3                            # two kinds of blocks, and the pointer
 
 
 def test_each_family_begins_where_it_should():
