@@ -407,7 +407,7 @@ def test_the_topology_of_the_record(tg):
 
 
 def test_blocks_of_one_kind_share_a_graph(tg, monkeypatch):
-    """A kind is what makes a graph of its own: with or without a value embedding. The first block is of neither more."""
+    """A kind is what makes a graph of its own: with or without a value embedding; the first block too."""
     graphs, compile_module, compile_function = [], nn.Module.compile, torch.compile
 
     def count(graph, inputs):
@@ -419,7 +419,7 @@ def test_blocks_of_one_kind_share_a_graph(tg, monkeypatch):
     model, tokens = tg.GPT(small_config(value_layers=(4,)), tg.Kernels(compile=True)), random_tokens(2, 64)
     for _ in range(2):
         model(tokens, random_tokens(2, 64, seed=3), view(4, training=True)).backward()
-    assert len(model.blocks) > 3 and len(graphs) == 3                            # two kinds of blocks, and the pointer
+    assert len(model.blocks) > 3 and len(graphs) == 3                      # two kinds of blocks, and the pointer
 
 
 def test_each_family_begins_where_it_should():
