@@ -619,10 +619,9 @@ class Bank:
         return [reduce_scatter(self.grad_shard, self.grad, async_op=True)] if self.world.size > 1 else []
 
     def gather(self):
-        """Start collecting all ranks' new weights."""
+        """Start collecting all ranks' new weights. -> what to wait for."""
         self.weight_shard.copy_(self.master)             # where they are one tensor: nothing happens
-        if self.world.size > 1:
-            return all_gather(self.weight, self.weight_shard, async_op=True)
+        return [all_gather(self.weight, self.weight_shard, async_op=True)] if self.world.size > 1 else []
 
     def zero_grad(self) -> None:
         self.grad.zero_()
@@ -692,8 +691,9 @@ class RowBank(Bank):
             rows = torch.cat(parts.chunk(self.world.size), 1)[:, :self.table.size(1)]
         self.weight.view(torch.int64)[ids] = rows.contiguous().view(torch.int64)       # four bf16 at once
 
-    def gather(self) -> None:
+    def gather(self):
         """Nothing: write has done it."""
+        return []
 
     def zero_grad(self) -> None:
         self.table.touched.clear()
@@ -706,7 +706,7 @@ class RowBank(Bank):
 class Optimizer:
     """All groups. step() overlaps each bank's communication with its neighbours' updates."""
     def __init__(self, groups: list[Group], world: World, compile: bool, dtype: torch.dtype):
-        self.world, self.dtype = world, dtype
+        self.dtype = dtype
         self.banks = [(RowBank if group.kind == "rows" else Bank)(group, world) for group in groups]
         self.muon_update, self.adam_update, self.rows_update = muon_update, adam_update, rows_update
         if compile:                         # one graph for flat banks of all lengths, one for all numbers of rows
@@ -725,8 +725,8 @@ class Optimizer:
             norms.append(torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square())
             self.update(bank, lr_scale, momentum)
             gathers.append(bank.gather())
-        for bank, work in zip(self.banks, gathers):
-            if work is not None:
+        for bank, works in zip(self.banks, gathers):
+            for work in works:
                 work.wait()
             bank.zero_grad()
         return torch.stack(norms)
@@ -758,7 +758,7 @@ class Optimizer:
             bank.state["tail"].lerp_(bank.master, rate)
             if share:
                 bank.master.lerp_(bank.state["tail"], share)
-                if (work := bank.gather()) is not None:
+                for work in bank.gather():
                     work.wait()
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:

@@ -352,7 +352,7 @@ def test_communication_overlaps_the_updates(tg, monkeypatch):
     for bank in optimizer.banks:
         name = bank.group.name
         monkeypatch.setattr(bank, "reduce", lambda name=name: [Work(f"reduce {name}")])
-        monkeypatch.setattr(bank, "gather", lambda name=name: Work(f"gather {name}"))
+        monkeypatch.setattr(bank, "gather", lambda name=name: [Work(f"gather {name}")])
     monkeypatch.setattr(optimizer, "update", lambda bank, lr, mu: events.append(f"update {bank.group.name}"))
     optimizer.step(1.0, 0.9)
     assert events == ["start reduce matrices", "start reduce rest",
@@ -373,7 +373,7 @@ def ranked_groups(tg, params, table):
 
 def one_step(tg, optimizer, params, table, step, dtype):
     """The ranks' parts add up to the same gradient for any number of ranks; each looks up its share of 12 rows."""
-    rank, size = optimizer.world.rank, optimizer.world.size
+    rank, size = optimizer.banks[0].world.rank, optimizer.banks[0].world.size
     for i, p in enumerate(params.values()):
         whole = normal(*p.shape, seed=100 * step + i)
         p.grad += (whole * (0.7 + rank) / sum(0.7 + r for r in range(size))).to(dtype)
