@@ -280,6 +280,7 @@ def join_group(world: World) -> None:
                                     device_id=world.device if world.is_cuda else None)
         except ValueError as error:
             raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with torchrun") from None
+        dist.barrier()               # a rank that refuses and leaves must not shut out one that is still connecting
 
 
 def close_world() -> None:
