@@ -171,8 +171,7 @@ def parse_value(key: str, kind: type, text: str):
             if key in CHOICES and text not in CHOICES[key]:
                 raise ValueError
             return text
-        number = float if key in ("squash", "batch_shares") else int
-        return tuple(number(part) for part in text.split(",") if part)
+        return tuple(kind.__args__[0](part) for part in text.split(",") if part)
     except ValueError:
         wanted = "one of " + ", ".join(CHOICES[key]) if key in CHOICES else \
             {int: "a whole number", float: "a number"}.get(kind, "numbers with commas, as 0,4,11")
@@ -187,7 +186,7 @@ def help_text() -> str:
 
 def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Config, dict]:
     """argv (without the program) -> (Config, overrides given by hand). Raises Refusal on anything it can't use."""
-    kinds = {f.name: f.type if isinstance(f.type, type) else tuple for f in dataclasses.fields(Config)}
+    kinds = {f.name: f.type for f in dataclasses.fields(Config)}
     texts = {}
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")

@@ -36,7 +36,8 @@ def test_defaults_are_the_record_in_numbers(tg):
 
 def test_the_sprint_is_the_record_on_one_gpu(tg):
     c = tg.parse_config(["--preset=sprint"])[0]
-    assert (c.batch_tokens, c.batch_shares, c.target_loss, c.val_tokens) == (65_536, (1.0,), 3.48, 2_097_152)
+    assert (c.num_steps, c.batch_tokens, c.target_loss, c.val_tokens) == (1230, 65_536, 3.48, 2_097_152)
+    assert c.batch_shares == (1.0,)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):
