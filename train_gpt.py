@@ -94,17 +94,17 @@ class Config:
     long_layers: tuple[int, ...] = (3, 10)          # layers that see the whole window; others see half of it
     value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)     # layers with a value embedding, each of its own
     copy_dim: int = 128                    # of the copy pointer's queries and keys
-    table_rows: int = 2_097_143            # hashed rows for each order of n-grams, a prime; 1 is as good as none
+    table_rows: int = 4_194_301            # hashed rows for each order of n-grams, a prime; 1 is as good as none
     table_orders: tuple[int, ...] = (2, 3)          # n of the n-grams, up to 4
     block_tokens: int = 128                # granularity of windows and block masks
     attention_scale: float = 0.1
     squash: tuple[float, ...] = (23.0, 5.0, 7.5)     # cap, shift, width: logits become cap sigmoid((z + shift) / width)
     # Optimizer; betas and decays stand in the table of param_groups
-    lr_matrix: float = 0.0325              # NorMuon, hidden matrices
+    lr_matrix: float = 0.039               # NorMuon, hidden matrices
     lr_embed: float = 0.85                 # Adam, token and value embeddings
     lr_head: float = 0.0113                # Adam, output head and gates
     lr_scalar: float = 0.056               # Adam, mixing scalars
-    lr_table: float = 0.8                  # row-wise RMS steps, hashed n-gram table
+    lr_table: float = 1.2                  # row-wise RMS steps, hashed n-gram table
     cooldown_frac: float = 0.8             # last part of the run with a linearly falling rate
     lr_floor: float = 0.3                  # the rate it falls to, relative
     tail_frac: float = 0.25                # last part of the run whose weights are averaged (time constant: a third)
@@ -136,15 +136,15 @@ PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": dict(            # small batches of one size, and rates to match
         num_steps=1230, batch_tokens=65_536, batch_shares=(1.0,), row_tokens=32_768, micro_rows=2, target_loss=3.48,
-        val_tokens=2 ** 21, num_layers=4, long_layers=(1, 3), value_layers=(3,), lr_matrix=0.0163, lr_embed=0.424,
-        lr_head=0.0057, lr_scalar=0.028, lr_table=0.4),
+        val_tokens=2 ** 21, num_layers=4, num_heads=4, long_layers=(1, 3), value_layers=(3,), lr_matrix=0.0195,
+        lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.6),
     "demo": dict(
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16,
         val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0, model_dim=128,
         num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512, long_layers=(1, 3),
         value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4), block_tokens=32,
-        squash=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, checkpoint_every_steps=10 ** 6),
+        squash=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8, checkpoint_every_steps=10 ** 6),
     "tiny": dict(
         max_epochs=1, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
         val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
@@ -1009,9 +1009,9 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
     """How each bank learns, in the order of reduction. ValueError unless the patterns name each parameter once."""
     table = (
         # name          kind    parameters         rate             betas       epsilon decay  tail
-        ("embed",        "adam", r"embed",          c.lr_embed,      (.75, .95), 1e-10,  .025,  True),
-        ("value_embeds", "adam", r"value_embeds",   c.lr_embed,      (.75, .95), 1e-10,  .025,  False),
-        ("head",         "adam", r"head",           c.lr_head,       (.5, .95),  1e-10,  .75,   True),
+        ("embed",        "adam", r"embed",          c.lr_embed,      (.75, .98), 1e-10,  .025,  True),
+        ("value_embeds", "adam", r"value_embeds",   c.lr_embed,      (.75, .98), 1e-10,  .025,  False),
+        ("head",         "adam", r"head",           c.lr_head,       (.5, .98),  1e-10,  .75,   True),
         ("scalars",      "adam", r".*(mix|scales?)", c.lr_scalar, (.9, .99), 1e-10, 0.,   False),
         ("gates",        "adam", r".*gates",        c.lr_head,       (.9, .99),  1e-10,  .005,  False),
         ("copy_qk",      "muon", r".*copy_qk",      c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
@@ -1768,8 +1768,7 @@ def probe(run: Run) -> dict[str, float]:
 
 
 def unequal_ranks(run: Run) -> list[str]:
-    sums = torch.stack([bank.weight.view({2: torch.int16, 4: torch.int32}[bank.weight.element_size()]).sum()
-                        for bank in run.optimizer.banks])
+    sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])     # summed uncopied
     extremes = torch.stack((sums, -sums))
     if run.world.size > 1:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -1831,7 +1830,7 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
     progress.clock.collect()
     tensors = {}
     for key, t in run.optimizer.gathered():
-        need_finite(f"step {step}", {key: float(t.sum(dtype=torch.float64))})          # without a copy of the table
+        need_finite(f"step {step}", {key: float(t.sum(dtype=torch.float32))})          # without a copy of the table
         if run.world.rank == 0:
             tensors[key] = t.to("cpu", copy=True)
     if run.world.rank == 0:

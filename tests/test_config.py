@@ -28,16 +28,16 @@ def test_defaults_are_the_record_in_numbers(tg):
     c = tg.Config()
     assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.qk_dim, c.mlp_dim) == (11, 768, 6, 128, 128, 3072)
     assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (524_288, 1216, 10_485_760, 2048)
-    assert (c.lr_matrix, c.lr_embed, c.lr_head, c.lr_scalar, c.lr_table) == (0.0325, 0.85, 0.0113, 0.056, 0.8)
+    assert (c.lr_matrix, c.lr_embed, c.lr_head, c.lr_scalar, c.lr_table) == (0.039, 0.85, 0.0113, 0.056, 1.2)
     assert (c.cooldown_frac, c.lr_floor, c.tail_frac, c.tail_blend) == (0.8, 0.3, 0.25, 0.5)
     assert (c.squash, c.attention_scale, c.block_tokens, c.target_loss) == ((23.0, 5.0, 7.5), 0.1, 128, 3.28)
-    assert (c.table_rows, c.table_orders, c.val_window_blocks) == (2_097_143, (2, 3), 20)
+    assert (c.table_rows, c.table_orders, c.val_window_blocks) == (4_194_301, (2, 3), 20)
 
 
 def test_the_sprint_is_the_record_on_one_gpu(tg):
     c = tg.parse_config(["--preset=sprint"])[0]
     assert (c.num_steps, c.batch_tokens, c.target_loss, c.val_tokens) == (1230, 65_536, 3.48, 2_097_152)
-    assert c.batch_shares == (1.0,)
+    assert (c.batch_shares, c.num_layers, c.num_heads) == ((1.0,), 4, 4)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):

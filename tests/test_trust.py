@@ -247,6 +247,14 @@ def test_self_check_catches_ranks_with_different_weights(run_ranks, tmp_path):
     assert messages == [f"rank {rank}: self-check: the ranks hold different weights in head" for rank in (0, 1)]
 
 
+def test_comparing_ranks_copies_no_weights(tg, tmp_path):
+    run, _ = built(tg, byte_run(tmp_path, "--table_rows=20011"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        assert tg.unequal_ranks(run) == []
+    most = max(event.cpu_memory_usage for event in profile.events())
+    assert most < run.model.ngrams.nbytes / 100            # a table of gigabytes leaves no room for another
+
+
 def test_a_failing_self_check_ends_the_run(tg, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tg, "dense_mask", lambda segments, window, block, real=tg.dense_mask: real(
         segments * 0, window, block))
