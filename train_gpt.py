@@ -1,6 +1,6 @@
 """train_gpt: one file that trains a GPT-2-class language model to a target validation loss, fast.
 
-Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus 0.22 of the January 2025 record's time (records/).
+Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus 0.20 of the January 2025 record's time (records/).
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py           the record recipe on 8 GPUs
     python train_gpt.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'    one GPU, minutes
