@@ -5,7 +5,7 @@ Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus 0.20 of th
     torchrun --standalone --nproc_per_node=8 train_gpt.py           the record recipe on 8 GPUs
     python train_gpt.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'    one GPU, minutes
     ./run.sh                                                        whatever this machine can do, from laptop to 8 GPUs
-    python train_gpt.py --help                                      every key, its default and what it means
+    python train_gpt.py --help                                      every key and its default
 
 The rooms, in the order in which names flow (a room uses only rooms above it): 0 Door   1 Configuration   2 World
     3 Kernels   4 Optimizer   5 Model   6 Data   7 Schedules   8 Log and checkpoint   9 Training   10 Front door
@@ -246,6 +246,11 @@ class World:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+    def reduced(self, t: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
+        """t, with what the other ranks have of it: summed, or by another op. In place."""
+        if self.size > 1:
+            dist.all_reduce(t, op)
+        return t
 
 
 def init_world(deterministic: bool = False) -> World:
@@ -258,8 +263,11 @@ def init_world(deterministic: bool = False) -> World:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        if not (0 <= rank < size and local >= 0):
+            raise ValueError(f"{rank} of {size}, {local} on its host")
     except ValueError as error:
-        raise Refusal(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers ({error}); start with torchrun") from None
+        raise Refusal(f"RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, rank < size, found {error}; start with "
+                      "torchrun") from None
     device = torch.device("cpu")
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
@@ -277,7 +285,7 @@ def join_group(world: World) -> None:
         try:
             dist.init_process_group("nccl" if world.is_cuda else "gloo", timeout=datetime.timedelta(minutes=10),
                                     device_id=world.device if world.is_cuda else None)
-        except ValueError as error:
+        except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
             raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with torchrun") from None
         dist.barrier()               # a rank that refuses and leaves must not shut out one that is still connecting
 
@@ -310,8 +318,9 @@ def choose_kernels(device: torch.device, compile="auto", attention="auto", fp8="
     cuda = device.type == "cuda"
     compiled = cuda if compile == "auto" else compile == "on"
     has_fp8 = cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-    if fp8 == "on" and not has_fp8:
-        raise Refusal("--fp8=on: this device has no fp8 matrix units (compute capability 8.9 or newer); use --fp8=off")
+    if fp8 == "on" and not (has_fp8 and compiled):
+        raise Refusal("--fp8=on: it needs compilation, and fp8 matrix units (compute capability 8.9 or newer); use "
+                      "--fp8=off")
     if attention == "flex" and not (cuda and compiled and fits_flex):
         raise Refusal("--attention=flex: it needs a GPU, compilation, block_tokens=128, and head_dim, qk_dim and "
                       "copy_dim from 16 on; use --attention=dense")
@@ -1155,7 +1164,7 @@ class Planner:
         self.docs = self.documents(position.epoch, position.next_document)
 
     def documents(self, epoch: int, pending: int) -> Iterator[tuple[int, int, int]]:
-        """(epoch, start, stop) of each document from position pending on; also what stands before the first eod_id."""
+        """(epoch, start, stop) of each document from position pending on; what stands before the first eod_id: once."""
         starts, last = self.stream.starts, self.stream.num_tokens - 1      # the last token has no successor
         while True:
             for k in range(max(0, bisect.bisect_right(starts, pending) - 1), len(starts) - 1):
@@ -1165,7 +1174,8 @@ class Planner:
                         pending = start
             if pending < last:
                 yield epoch, pending, last
-            epoch, pending = epoch + 1, 0
+            first = next((a for k in range(len(starts) - 1) for a in self.stream.document_starts(k, self.eod_id)), 0)
+            epoch, pending = epoch + 1, first % last               # else it would go on from the end of this pass
 
     def rows(self, num_rows: int, row_tokens: int, max_doc_tokens: int = 0) -> list[list[tuple[int, int]]]:
         """The next rows, each a list of (start, stop) with row_tokens in all: documents in order, each clipped to
@@ -1219,13 +1229,11 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
             fill_row(planner.stream, spans, both[0, i], both[1, i])
         return Batch(both[0], both[1], planner.position)
     with ThreadPoolExecutor(1) as pool:
-        waiting: deque = deque()
-        for item in plan:
-            waiting.append(pool.submit(prepare, *item))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
+        futures = (pool.submit(prepare, *item) for item in plan)
+        waiting = deque(itertools.islice(futures, ahead + 1))
         while waiting:
             yield waiting.popleft().result()
+            waiting.extend(itertools.islice(futures, 1))
 
 
 def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int, eod_id: int,
@@ -1285,7 +1293,7 @@ def candidates_at(c: Config, step: int) -> int:
 def lr_scale_at(c: Config, step: int) -> float:
     """Flat, then linear over the last cooldown_frac of the run to lr_floor; times the square root of the batch."""
     cooled = min(1.0, (1 - step / c.num_steps) / c.cooldown_frac) if c.cooldown_frac else 1.0
-    return batch_share_at(c, step) ** 0.5 * (cooled + (1 - cooled) * c.lr_floor)
+    return (rows_at(c, step) * c.row_tokens / c.batch_tokens) ** 0.5 * (cooled + (1 - cooled) * c.lr_floor)
 
 
 def momentum_at(c: Config, step: int) -> float:
@@ -1348,7 +1356,7 @@ class RunLog:
 
 
 def fingerprint(path: str) -> str:
-    """First 16 hex digits of the sha256 over header, first and last MiB: cheap, and any other file differs."""
+    """First 16 hex digits of the sha256 over header, first and last MiB: names a file, for data/verify.py to check."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         digest.update(file.read(1024 + 2 ** 20))
@@ -1430,7 +1438,8 @@ class Store:
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
         """Write tensors (on the CPU, no one else's) while training goes on, once the write before has ended."""
         self.finish()
-        self.pending.append(self.pool.submit(self.write, f"step_{step:06d}", tensors, facts))
+        if self.last != self.folder / f"step_{step:06d}":      # the target may be met right after a checkpoint
+            self.pending.append(self.pool.submit(self.write, f"step_{step:06d}", tensors, facts))
 
     def finish(self) -> None:
         while self.pending:
@@ -1517,7 +1526,7 @@ class Progress:
         peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in header["devices"][0]), None)
         self.flops_per_token = peak and 6 * header["parameters"]["matmul"] / peak / header["world_size"]  # of the peak
         self.names = ["loss", *(f"gradient of {bank}" for bank in banks)]
-        self.waiting, self.tokens, self.stopping = None, 0, False
+        self.waiting, self.tokens, self.stopping, self.profiling = None, 0, False, contextlib.ExitStack()
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
         """Keep this step's stats (loss, squared norms, stop), copied before clock.last; look at the step before."""
@@ -1618,7 +1627,7 @@ def budget(run: Run) -> str:
     """Tokens needed against tokens there; raises Refusal when max_epochs doesn't suffice."""
     c, there = run.config, run.train_stream.num_tokens - 1
     starts = run.train_stream.document_starts(0, c.eod_id)
-    lengths = [b - a for a, b in zip(starts, starts[1:])] or [there]
+    lengths = [b - a for a, b in zip(starts, [*starts[1:], run.train_stream.starts[1]])] or [there]
     kept = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths)
             for clip in {stage.max_doc_tokens for stage in STAGES}}
     needed = sum(rows_at(c, k) * c.row_tokens / kept[stage_at(c, k).max_doc_tokens] for k in range(c.num_steps))
@@ -1657,10 +1666,7 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
     norms = run.optimizer.step(lr_scale, momentum_at(c, step))
     if tail_rate_at(c, step):
         run.optimizer.average(tail_rate_at(c, step), c.tail_blend if step == c.num_steps - 1 else 0.0)
-    stats = torch.cat((loss[None], norms, loss.new_full((1,), float(stop))))
-    if world.size > 1:
-        dist.all_reduce(stats)
-    return stats
+    return world.reduced(torch.cat((loss[None], norms, loss.new_full((1,), float(stop)))))
 
 
 def evaluate(run: Run) -> float:
@@ -1672,9 +1678,7 @@ def evaluate(run: Run) -> float:
         inputs, targets = inputs.to(world.device), targets.to(world.device)
         loss, count = run.model(inputs, targets, View(c.val_window_blocks)), (targets >= 0).sum()
         totals += torch.stack((loss.double(), count.double()))
-    if world.size > 1:
-        dist.all_reduce(totals)
-    return float(totals[0] / totals[1])
+    return float(torch.div(*world.reduced(totals)))
 
 
 HELPER = """import os, sys, threading; threading.Thread(None, lambda: os._exit(len(os.read(0, 1))), daemon=True).start()
@@ -1725,9 +1729,7 @@ def fit_memory(run: Run, log: RunLog) -> None:
             run.model(tokens, tokens.clone(), train_view(run, last)).backward()       # one tensor twice: another graph
         except torch.OutOfMemoryError:
             full += 1
-        if run.world.size > 1:
-            dist.all_reduce(full)
-        if full:
+        if run.world.reduced(full):
             run.micro_rows = n - 1
             run.micro_rows = fewer = rows_at_once(run, last) if run.micro_rows else 0
             text = f"out of memory with {n} rows of {c.row_tokens} tokens at once: "
@@ -1769,9 +1771,7 @@ def probe(run: Run) -> dict[str, float]:
 
 def unequal_ranks(run: Run) -> list[str]:
     sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])     # summed uncopied
-    extremes = torch.stack((sums, -sums))
-    if run.world.size > 1:
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    extremes = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX)
     return [f"the ranks hold different weights in {bank.group.name}"
             for bank, high, low in zip(run.optimizer.banks, *extremes.tolist()) if high != -low]
 
@@ -1793,7 +1793,7 @@ def self_check(run: Run, log: RunLog) -> None:
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
-    """The log's header: everything needed to judge and repeat the run."""
+    """The log's header: everything needed to judge and repeat the run (what fits into memory is found later)."""
     c, world, git = run.config, run.world, ("git", "-C", str(Path(__file__).parent))
     data = {split: dict(tokens=stream.num_tokens, files=[
         dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
@@ -1826,8 +1826,8 @@ def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
-    progress.look()
     progress.clock.collect()
+    progress.look()
     tensors = {}
     for key, t in run.optimizer.gathered():
         need_finite(f"step {step}", {key: float(t.sum(dtype=torch.float32))})          # without a copy of the table
@@ -1867,7 +1867,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
                   + ("" if saved["run"]["source_sha256"] == header["source_sha256"] else ", written by another source"))
     if world.is_cuda:
         alone = (run.kernels.compile, world.local, c.deterministic) == (True, 0, "off")
-        help = alone and 0 < 2 ** 35 * c.micro_rows < torch.cuda.mem_get_info()[0]         # 0: to be found out
+        help = alone and 0 < 3 * 2 ** 33 * c.micro_rows < torch.cuda.mem_get_info()[0]     # 0: to be found out
         helper = [sys.executable, "-c", HELPER.format(*os.path.split(os.path.abspath(__file__)), argv)]
         with subprocess.Popen(helper, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL) if help else contextlib.nullcontext():
             warmup(run, log)
@@ -1880,7 +1880,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     clock.synchronize()
     started = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{started}")
-    with stop_signals() as signals:
+    with stop_signals() as signals, progress.profiling:
         try:
             result = loop(run, progress, store, signals, header, saved["step"] if saved else 0)
         finally:
@@ -1925,8 +1925,8 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
                 break
             clock.resume()
         if c.profile_steps and log.path and step == min(first + 5, c.num_steps - 1):
-            profiler = torch.profiler.profile()
-            profiler.start()
+            progress.profiling.enter_context(torch.profiler.profile(
+                on_trace_ready=lambda p: p.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))))
         try:
             batch = next(loader)
         except Refusal as error:
@@ -1939,8 +1939,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
             to_go = clock.elapsed_ms() / progress.tokens * sum(n for n, _ in plan[21:]) * c.row_tokens
             log.event(f"note: at this pace the training takes about {(clock.elapsed_ms() + to_go) / 1e3:.0f} s")
         if c.profile_steps and log.path and step == min(first + 5 + c.profile_steps, c.num_steps) - 1:
-            profiler.stop()
-            profiler.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
+            progress.profiling.close()
         if progress.stopping:                             # of the step before, so all ranks stop after the same step
             clock.pause()
             began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
@@ -1949,7 +1948,8 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
             if world.size > 1:
                 dist.barrier()                            # a launcher kills the others soon after the first has left
             result |= dict(status="stopped", step=step + 1, val_loss=None, signal=number,
-                           reason=f"{signal.Signals(number).name}; go on with --resume={store.last}")
+                           reason=f"{signal.Signals(number).name}; "
+                           + (f"go on with --resume={store.last}" if store.last else "no checkpoint was written"))
             log.event(f"note: {result['reason']} (checkpoint took {time.perf_counter() - began:.2f} s)")
             break
         if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
@@ -1960,7 +1960,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 10. Front door
-# Parse, enter the world, train, leave. Exit codes: 0 done, 1 failed, 2 refused, 128 + signal stopped with a checkpoint.
+# Parse, enter the world, train, leave. Exit codes: 0 done, 1 failed, 2 refused, 128 + signal stopped by it.
 
 def main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):

@@ -32,6 +32,8 @@ def next_probabilities(model, tokens):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python records/load_example.py MODEL.safetensors TEXT")
     model, metadata = load(sys.argv[1])
     text = list(sys.argv[2].encode())            # for metadata["tokenizer"] == "bytes"; else tiktoken's encoding of it
     best = next_probabilities(model, [model.config.eod_id] + text).topk(5)

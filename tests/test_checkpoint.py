@@ -247,6 +247,31 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path):
     assert not checkpoints_in(tmp_path) and not list(tmp_path.glob("checkpoints/*/*"))
 
 
+def test_a_stop_without_a_checkpoint_does_not_name_one(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    process = start(byte_run(tmp_path, num_steps=250))
+    wait_for(process, "step:20/250 train_loss")
+    code, rest, _ = stop(process)
+    assert code == 143 and "SIGTERM; no checkpoint was written" in rest and "--resume" not in rest, rest
+
+
+def test_a_target_met_right_after_a_checkpoint_needs_no_second_one(tmp_path):
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=2", "--val_every_steps=2")
+    lines = run_here(0, 1, argv)[2]
+    loss = next(float(line.split("val_loss:")[1].split()[0]) for line in lines if line.startswith("step:4/6 val_loss"))
+    result, _, lines = run_here(0, 1, changed(argv, f"--target_loss={loss + 1e-4}"))
+    assert (result["status"], result["step"]) == ("target_reached", 4)
+    assert not [line for line in lines if line.startswith("warn:")], lines
+
+
+def test_the_line_of_a_step_with_a_checkpoint_has_its_own_time(tmp_path):
+    lines = run_here(0, 1, byte_run(tmp_path, "--checkpoint_every_steps=1"))[2]
+    times = [line.split("step_avg:")[1].split("ms")[0] for line in lines if "train_loss" in line]
+    log = next((tmp_path / "logs").glob("*.txt")).read_text()
+    listed = json.loads(log[log.index("\nstep_times_ms:") + 15:].splitlines()[0])
+    assert [float(t) for t in times] == pytest.approx(listed, abs=0.011)
+
+
 def test_an_unfinished_checkpoint_is_never_taken(tg, straight, tmp_path):
     run = tmp_path / "checkpoints" / "run"
     shutil.copytree(checkpoints_in(straight[0])[0], run / "step_000004")
@@ -272,6 +297,15 @@ def test_sigterm_writes_a_checkpoint_and_a_later_run_ends_as_if_undisturbed(tmp_
     assert result["step"] == facts_of(checkpoint)["step"]
     resumed = run_here(0, 1, [*argv, "--resume=latest"])
     assert same_weights(resumed[1], run_here(0, 1, argv)[1])
+
+
+def test_a_signal_while_profiling_leaves_checkpoint_and_trace(tmp_path):
+    process = start(byte_run(tmp_path, "--profile_steps=200", num_steps=250))
+    wait_for(process, "step:20/250 train_loss")
+    code, rest, _ = stop(process)
+    assert code == 143 and len(checkpoints_in(tmp_path)) == 1, rest
+    [trace] = tmp_path.glob("logs/*.trace.json.gz")
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(run_ranks, tmp_path):

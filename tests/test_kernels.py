@@ -361,6 +361,8 @@ def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8)
     assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, bf16)
     assert tg.choose_kernels(gpu, compile="off") == tg.Kernels(False, False, False, bf16)
     assert tg.choose_kernels(gpu, fits_flex=False) == tg.Kernels(True, False, fp8, bf16)
+    with pytest.raises(tg.Refusal, match="--fp8=on: it needs compilation"):
+        tg.choose_kernels(gpu, compile="off", fp8="on")
     with pytest.raises(tg.Refusal, match="--attention=flex.*block_tokens=128"):
         tg.choose_kernels(gpu, attention="flex", fits_flex=False)
     if not fp8:

@@ -53,6 +53,7 @@ def test_every_step_has_its_stage_and_batch(tg, monkeypatch):
 def test_the_batch_is_never_empty_and_a_small_vocabulary_is_taken_whole(tg, monkeypatch):
     monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 0, 3, 0.5),))
     assert tg.rows_at(tg.Config(num_steps=8, batch_shares=(0.01,)), 0) == 1
+    assert tg.lr_scale_at(tg.Config(num_steps=8, batch_shares=(0.01,)), 0) == (1 / 32) ** 0.5    # of what is taken
     assert tg.candidates_at(tg.Config(vocab_size=100), 0) == 128
 
 

@@ -636,7 +636,7 @@ def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, 
     monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 10, 3, 0.0),))
     run = small_run(files, max_epochs=4, batch_shares=(1.0,))
     starts = run.train_stream.document_starts(0, EOD)
-    lengths = [b - a for a, b in zip(starts, starts[1:])]
+    lengths = [b - a for a, b in zip(starts, [*starts[1:], run.train_stream.starts[1]])]
     needed = 3 * 1536 * sum(lengths) / sum(min(n, 10) for n in lengths)
     assert f"needs about {needed:,.0f} tokens" in tg.budget(run) and needed > 1.5 * 3 * 1536
     run.config = replaced(run.config, num_steps=1_000_000)
@@ -644,6 +644,23 @@ def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, 
     assert more == 16
     with pytest.raises(tg.Refusal, match=f"allowed 4. Add about {more} shard"):
         tg.budget(run)
+
+
+@pytest.mark.parametrize("lengths", [(10, 5990), (3000,)])
+def test_the_budget_counts_the_last_document_of_the_first_shard(tg, tmp_path, lengths):
+    """It has no mark behind it in that shard, and may be all that the shard holds."""
+    tokens = np.concatenate([np.array([EOD, *[7] * (n - 1)]) for n in lengths])
+    for k in range(2):
+        (tmp_path / f"t_{k}.bin").write_bytes(raw_shard(tokens))
+    (tmp_path / "v_0.bin").write_bytes(raw_shard(tokens[:-1]))
+    clip, needed = max(stage.max_doc_tokens for stage in tg.STAGES), 0
+    run = small_run(dict(train_files=f"{tmp_path}/t_*.bin", val_files=f"{tmp_path}/v_*.bin"), max_epochs=99)
+    assert clip < max(lengths)
+    for step in range(run.config.num_steps):
+        cut = tg.stage_at(run.config, step).max_doc_tokens
+        tokens_taken = tg.rows_at(run.config, step) * run.config.row_tokens
+        needed += tokens_taken * sum(lengths) / sum(min(n, cut) for n in lengths)
+    assert f"needs about {needed:,.0f} tokens" in tg.budget(run)
 
 
 BROKEN = ["TRUNC", "ODD", "EXTRA", b"", bytes(500), "FMT32", "LFS", "OOV"]

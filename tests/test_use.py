@@ -53,6 +53,11 @@ def call_process(tool, *args):
     return done.returncode, done.stdout, done.stderr
 
 
+def test_a_model_without_value_embeddings_can_be_used(tmp_path):
+    run_here(0, 1, byte_run(tmp_path, "--checkpoint_every_steps=3", "--value_layers=", num_steps=3))
+    assert checkpoints.load_model(checkpoints_in(tmp_path)[-1], device="cpu").config.value_layers == ()
+
+
 # ---- sample ----------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +255,8 @@ def test_export_from_the_command_line(trained, tmp_path, call):
     assert status == 0 and "tensors" in said, errors
     status, said, errors = call_process("load_example.py", tmp_path / "half.safetensors", "hello")
     assert status == 0 and len(json.loads(said.replace("(", "[").replace(")", "]"))) == 5, errors
+    status, said, errors = call_process("load_example.py", tmp_path / "half.safetensors")
+    assert status == 1 and errors.startswith("usage: ") and len(errors.splitlines()) == 1, errors
     status, said, errors = call(export, trained[0], tmp_path / "no" / "such" / "x.safetensors")
     assert status == 2 and "can't be written" in errors and len(errors.splitlines()) == 1, errors
 

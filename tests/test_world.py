@@ -1,5 +1,6 @@
 """Room 2: who this process is, from the launcher's variables; one process needs none of them."""
 import os
+import socket
 import stat
 
 import pytest
@@ -76,9 +77,27 @@ def test_launcher_variables_that_make_no_sense_are_refused(tg, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(tg.Refusal, match="whole numbers.*torchrun"):
         tg.init_world()
+    for rank, size in (("1", "1"), ("2", "2"), ("0", "0"), ("-1", "2")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(tg.Refusal, match=f"rank < size, found {rank} of {size}.*torchrun"):
+            tg.init_world()
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     world = tg.init_world()
     with pytest.raises(tg.Refusal, match="WORLD_SIZE=2, but no meeting point.*torchrun"):
         tg.join_group(world)
+
+
+def test_a_port_in_use_is_one_line(tg, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                                MASTER_PORT=str(taken.getsockname()[1])).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(tg.Refusal, match="WORLD_SIZE=2, but no meeting point.*torchrun") as refused:
+            tg.join_group(tg.init_world())
+    assert len(str(refused.value).splitlines()) == 1
