@@ -687,11 +687,11 @@ class RowBank(Bank):
     def look_up(self, ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's columns of rows [M, width]; mean squares [M] of whole gradients."""
         square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
+        square = self.world.reduced(square) / self.table.size(1)
         if self.world.size == 1:
-            return self.weight[ids], square / self.table.size(1)
-        dist.all_reduce(square)
+            return self.weight[ids], square
         rows = self.weight[:, self.world.rank * self.width:(self.world.rank + 1) * self.width][ids]
-        return F.pad(rows, (0, self.width - rows.size(1))), square / self.table.size(1)
+        return F.pad(rows, (0, self.width - rows.size(1))), square
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         if self.world.size > 1:
@@ -1164,7 +1164,7 @@ class Planner:
         self.docs = self.documents(position.epoch, position.next_document)
 
     def documents(self, epoch: int, pending: int) -> Iterator[tuple[int, int, int]]:
-        """(epoch, start, stop) of each document from position pending on; what stands before the first eod_id: once."""
+        """(epoch, start, stop) of each document from position pending on. Later passes begin at an eod_id, if any."""
         starts, last = self.stream.starts, self.stream.num_tokens - 1      # the last token has no successor
         while True:
             for k in range(max(0, bisect.bisect_right(starts, pending) - 1), len(starts) - 1):
@@ -1276,13 +1276,10 @@ def stage_at(c: Config, step: int) -> Stage:
     return next((stage for stage in STAGES if step < stage.until * c.num_steps), STAGES[-1])
 
 
-def batch_share_at(c: Config, step: int) -> float:
-    """The stage's share of batch_tokens; where fewer are given than there are stages, the last one stays."""
-    return c.batch_shares[min(STAGES.index(stage_at(c, step)), len(c.batch_shares) - 1)]
-
-
 def rows_at(c: Config, step: int) -> int:
-    return max(1, round(c.batch_tokens // c.row_tokens * batch_share_at(c, step)))
+    """Rows of the stage's share of batch_tokens; where fewer shares are given than there are stages, the last stays."""
+    share = c.batch_shares[min(STAGES.index(stage_at(c, step)), len(c.batch_shares) - 1)]
+    return max(1, round(c.batch_tokens // c.row_tokens * share))
 
 
 def candidates_at(c: Config, step: int) -> int:
@@ -1526,7 +1523,7 @@ class Progress:
         peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in header["devices"][0]), None)
         self.flops_per_token = peak and 6 * header["parameters"]["matmul"] / peak / header["world_size"]  # of the peak
         self.names = ["loss", *(f"gradient of {bank}" for bank in banks)]
-        self.waiting, self.tokens, self.stopping, self.profiling = None, 0, False, contextlib.ExitStack()
+        self.waiting, self.tokens, self.stopping = None, 0, False
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
         """Keep this step's stats (loss, squared norms, stop), copied before clock.last; look at the step before."""
@@ -1880,9 +1877,9 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     clock.synchronize()
     started = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{started}")
-    with stop_signals() as signals, progress.profiling:
+    with stop_signals() as signals, contextlib.ExitStack() as profiling:
         try:
-            result = loop(run, progress, store, signals, header, saved["step"] if saved else 0)
+            result = loop(run, progress, store, signals, profiling, header, saved["step"] if saved else 0)
         finally:
             store.finish()                               # whatever happened: the last good checkpoint is whole
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
@@ -1898,8 +1895,10 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     return result
 
 
-def loop(run: Run, progress: Progress, store: Store, signals: list[int], header: dict, first: int) -> dict:
-    """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last validation."""
+def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiling: contextlib.ExitStack, header: dict,
+         first: int) -> dict:
+    """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last validation.
+    profiling holds the profiler while it runs: whoever closes it, also because the run ends, writes the trace."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
     plan = [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
     planner = Planner(run.train_stream, c.eod_id, run.position)
@@ -1925,7 +1924,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
                 break
             clock.resume()
         if c.profile_steps and log.path and step == min(first + 5, c.num_steps - 1):
-            progress.profiling.enter_context(torch.profiler.profile(
+            profiling.enter_context(torch.profiler.profile(
                 on_trace_ready=lambda p: p.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))))
         try:
             batch = next(loader)
@@ -1939,7 +1938,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], header:
             to_go = clock.elapsed_ms() / progress.tokens * sum(n for n, _ in plan[21:]) * c.row_tokens
             log.event(f"note: at this pace the training takes about {(clock.elapsed_ms() + to_go) / 1e3:.0f} s")
         if c.profile_steps and log.path and step == min(first + 5 + c.profile_steps, c.num_steps) - 1:
-            progress.profiling.close()
+            profiling.close()
         if progress.stopping:                             # of the step before, so all ranks stop after the same step
             clock.pause()
             began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM

@@ -67,14 +67,15 @@ def load_model(folder, device: str | None = None, compile: str = "auto") -> Load
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with torch.device(where):
         model = tg.GPT(config, tg.choose_kernels(where, compile, "auto", "off", config.fits_flex))
-    wanted = {f"{name}/weight": tuple(p.shape) for name, p in model.named_parameters() if p.numel()}
+    weights = {f"{name}/weight": p for name, p in model.named_parameters() if p.numel()}     # without empty ones
+    wanted = {key: tuple(p.shape) for key, p in weights.items()}
     found = {key: tuple(t.shape) for key, t in whole.items() if key.endswith("/weight")}
     for key in [*wanted, *found]:
         if wanted.get(key) != found.get(key):
             raise tg.Refusal(f"{folder}: {key} is {found.get(key, 'missing')}, this model wants {wanted.get(key)}")
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(whole.get(f"{name}/weight", p))              # a parameter without numbers is in no checkpoint
+        for key, p in weights.items():
+            p.copy_(whole[key])
     return Loaded(config, model.requires_grad_(False), facts)
 
 
