@@ -98,7 +98,7 @@ class Config:
     table_orders: tuple[int, ...] = (2, 3)          # n of the n-grams, up to 4
     block_tokens: int = 128                # granularity of windows and block masks
     attention_scale: float = 0.1
-    squash: tuple[float, ...] = (23.0, 5.0, 7.5)     # cap, shift, width: logits become cap sigmoid((z + shift) / width)
+    softcap: tuple[float, ...] = (23.0, 5.0, 7.5)    # cap, shift, width: logits become cap sigmoid((z + shift) / width)
     # Optimizer; betas and decays stand in the table of param_groups
     lr_matrix: float = 0.039               # NorMuon, hidden matrices
     lr_embed: float = 0.85                 # Adam, token and value embeddings
@@ -107,8 +107,8 @@ class Config:
     lr_table: float = 1.2                  # row-wise RMS steps, hashed n-gram table
     cooldown_frac: float = 0.8             # last part of the run with a linearly falling rate
     lr_floor: float = 0.3                  # the rate it falls to, relative
-    tail_frac: float = 0.25                # last part of the run whose weights are averaged (time constant: a third)
-    tail_blend: float = 0.5                # share of the average in the final weights; 0 = none
+    ema_frac: float = 0.25                # last part of the run whose weights are averaged (time constant: a third)
+    ema_blend: float = 0.5                # share of the average in the final weights; 0 = none
     # Machine
     seed: int = 0
     compile: str = "auto"                  # auto (on with a GPU) | on | off
@@ -144,7 +144,7 @@ PRESETS: dict[str, dict] = {
         val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0, model_dim=128,
         num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512, long_layers=(1, 3),
         value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4), block_tokens=32,
-        squash=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8, checkpoint_every_steps=10 ** 6),
+        softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8, checkpoint_every_steps=10 ** 6),
     "tiny": dict(
         max_epochs=1, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
         val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
@@ -155,7 +155,7 @@ CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=(
 LIMITS = {key: limits for keys, *limits in (          # smallest and largest value, else 0 and 2^63 - 1
     ("num_layers", 1, 1000), ("num_steps", 1, 10 ** 6 - 1), ("vocab_size", 1, 2 ** 16), ("batch_tokens", 1, 2 ** 26),
     ("block_tokens num_heads mlp_dim val_window_blocks", 1, 2 ** 24), ("table_orders", 1, 4),
-    ("head_dim qk_dim copy_dim row_tokens", 8, 2 ** 24), ("cooldown_frac tail_frac tail_blend", 0, 1),
+    ("head_dim qk_dim copy_dim row_tokens", 8, 2 ** 24), ("cooldown_frac ema_frac ema_blend", 0, 1),
     ("batch_shares", 2 ** -10, 1),
     ("model_dim", 16, 2 ** 24), ("max_epochs log_every_steps table_rows", 1, 2 ** 63 - 1)) for key in keys.split()}
 RESUME_MAY_CHANGE = set("""preset log_dir micro_rows train_files val_files checkpoint_every_steps checkpoint_dir resume
@@ -223,7 +223,7 @@ def check_config(c: Config) -> None:
         need(getattr(c, key) % unit == 0, key, f"a multiple of {unit}")
     for key in ("table_orders", "batch_shares"):
         need(len(getattr(c, key)) > 0, key, "at least one number")
-    need(len(c.squash) == 3 and min(c.squash[::2]) > 0 and c.squash[0] <= min(80, 28 * c.squash[2]), "squash",
+    need(len(c.softcap) == 3 and min(c.softcap[::2]) > 0 and c.softcap[0] <= min(80, 28 * c.softcap[2]), "softcap",
          "cap, shift, width; cap and width more than 0, cap at most 80 (fp32's exp) and 28 widths (fp8's gradients)")
     params = c.model_dim * (2 * c.padded_vocab + len(c.table_orders) * c.table_rows + 2 * c.num_layers * c.mlp_dim) \
         + c.num_heads * (2 * c.num_layers * c.model_dim * (c.qk_dim + c.head_dim)
@@ -348,7 +348,7 @@ def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if tall else X
 
 
-def squash(z: Tensor, shape: tuple[float, float, float]) -> Tensor:
+def softcap(z: Tensor, shape: tuple[float, float, float]) -> Tensor:
     """Logits z become cap * sigmoid((z + shift) / width): a softcap that lets right answers stand out (record 54)."""
     cap, shift, width = shape
     return cap * torch.sigmoid((z.float() + shift) / width)
@@ -357,7 +357,7 @@ def squash(z: Tensor, shape: tuple[float, float, float]) -> Tensor:
 def mixed_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, shape: tuple):
     """Sum of -log(e^log_lm softmax(squashed logits)[target] + e^log_copy), fp32 (see Pointer). Also for validation.
     Logits are x [T, E] w^T [E, P]; targets, log_lm, log_copy are [T]; negative targets are left out. -> scalar."""
-    logits = squash(F.linear(x, w), shape)
+    logits = softcap(F.linear(x, w), shape)
     logp = logits.gather(1, targets.clamp(min=0).long()[:, None])[:, 0] - logits.logsumexp(1)
     return -(torch.logaddexp(log_lm + logp, log_copy) * (targets >= 0)).sum()
 
@@ -378,11 +378,11 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), True)
     else:
         logits = F.linear(x, w)
-    z, cap, width = squash(logits, shape), shape[0], shape[2]
+    z, cap, width = softcap(logits, shape), shape[0], shape[2]
     lse = (z - cap).exp().sum(1, keepdim=True).log() + cap
     targets, log_lm, log_copy = targets[:, None], log_lm[:, None], log_copy[:, None]
     counts = (targets >= 0).float()
-    log_lm = log_lm + squash(logits.gather(1, targets.clamp(min=0).long()), shape) - lse
+    log_lm = log_lm + softcap(logits.gather(1, targets.clamp(min=0).long()), shape) - lse
     log_p = torch.logaddexp(log_lm, log_copy)
     part = (log_lm - log_p).exp() * counts
     onehot = torch.arange(w.size(0), device=w.device, dtype=targets.dtype) == targets
@@ -539,7 +539,7 @@ class Group(NamedTuple):
     betas: tuple[float, float] = (0.8, 0.95)
     eps: float = 1e-10
     decay: float = 0.0           # cautious: only where the step goes towards zero anyway
-    tail: bool = False           # whether the final weights are blended with an average over the tail of the run
+    ema: bool = False           # whether the final weights are blended with an average over the tail of the run
 
 
 def cautious_step(weight: Tensor, step: Tensor, decay: Tensor) -> None:
@@ -614,7 +614,7 @@ class Bank:
         self.grad_shard = self.grad if world.size == 1 else torch.zeros_like(self.weight_shard)
         self.master = self.weight_shard if self.weight.dtype == torch.float32 else self.weight_shard.float()
         self.state = {name: torch.zeros_like(self.master) for name in {
-            "muon": ("momentum",), "adam": ("exp_avg", "exp_avg_sq")}[group.kind] + ("tail",) * group.tail}
+            "muon": ("momentum",), "adam": ("exp_avg", "exp_avg_sq")}[group.kind] + ("ema",) * group.ema}
         if group.kind == "muon":                         # a number for each neuron, along the long side
             self.state["second"] = self.master.new_zeros(size, *((unit[0], 1) if unit[0] >= unit[1] else (1, unit[1])))
 
@@ -763,10 +763,10 @@ class Optimizer:
     @torch.no_grad()
     def average(self, rate: float, share: float = 0.0) -> None:
         """Move the average over the tail by rate towards the weights (1 begins it); a share > 0 ships it, mixed in."""
-        for bank in [bank for bank in self.banks if bank.group.tail]:
-            bank.state["tail"].lerp_(bank.master, rate)
+        for bank in [bank for bank in self.banks if bank.group.ema]:
+            bank.state["ema"].lerp_(bank.master, rate)
             if share:
-                bank.master.lerp_(bank.state["tail"], share)
+                bank.master.lerp_(bank.state["ema"], share)
                 for work in bank.gather():
                     work.wait()
 
@@ -991,7 +991,7 @@ class GPT(nn.Module):
         masks = self.masks(segments, view.window)
         x = self.hidden(tokens_BT, segments, masks, view.training)
         if targets_BT is None:
-            log_p = squash(F.linear(x, self.head), self.config.squash).log_softmax(-1)
+            log_p = softcap(F.linear(x, self.head), self.config.softcap).log_softmax(-1)
             dense = dense_mask(segments, torch.full_like(segments[0, 0], view.window), self.config.block_tokens)
             return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense.dense)
         return self.loss(x, tokens_BT, targets_BT, masks["long"], view)
@@ -1010,14 +1010,14 @@ class GPT(nn.Module):
             ids, columns = candidate_set(targets, len(w), view.candidates, row * view.candidates)
             targets, w = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()]), w.index_select(0, ids)
         if view.training and self.kernels.compile:
-            return HeadLoss.apply(x, w, targets, log_lm, log_copy, c.squash, self.kernels.fp8, self.head_gradients)
-        return self.cross_entropy(x, w, targets, log_lm, log_copy, c.squash)
+            return HeadLoss.apply(x, w, targets, log_lm, log_copy, c.softcap, self.kernels.fp8, self.head_gradients)
+        return self.cross_entropy(x, w, targets, log_lm, log_copy, c.softcap)
 
 
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
     """How each bank learns, in the order of reduction. ValueError unless the patterns name each parameter once."""
     table = (
-        # name          kind    parameters         rate             betas       epsilon decay  tail
+        # name          kind    parameters         rate             betas       epsilon decay  ema
         ("embed",        "adam", r"embed",          c.lr_embed,      (.75, .98), 1e-10,  .025,  True),
         ("value_embeds", "adam", r"value_embeds",   c.lr_embed,      (.75, .98), 1e-10,  .025,  False),
         ("head",         "adam", r"head",           c.lr_head,       (.5, .98),  1e-10,  .75,   True),
@@ -1029,7 +1029,7 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
         ("mlp_up",       "muon", r".*\.up",         c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
         ("mlp_down",     "muon", r".*\.down",       2 * c.lr_matrix, (.0, .9),   0.,     1.2,   True),
         ("ngrams",       "rows", r"ngrams",         c.lr_table,      (.0, .95),  1e-15,  .025,  False))
-    groups = [dict(zip("name kind params lr betas eps decay tail".split(), row)) | {"params": {}} for row in table]
+    groups = [dict(zip("name kind params lr betas eps decay ema".split(), row)) | {"params": {}} for row in table]
     for name, p in model.named_parameters():
         owners = [group for row, group in zip(table, groups) if re.fullmatch(row[2], name)]
         if len(owners) != 1:
@@ -1299,11 +1299,11 @@ def momentum_at(c: Config, step: int) -> float:
     return 0.85 + 0.1 * min(1.0, done / 0.25, (1 - done) / 0.04)
 
 
-def tail_rate_at(c: Config, step: int) -> float:
+def ema_rate_at(c: Config, step: int) -> float:
     """How far the average of the tail moves towards the weights after a step: 0 before the tail, 1 at its begin."""
-    length = c.tail_frac * c.num_steps
+    length = c.ema_frac * c.num_steps
     into = step - max(0.0, c.num_steps - 1 - length)
-    return 0.0 if not c.tail_blend or into < 0 else 1.0 if into < 1 else min(1.0, 3 / length)
+    return 0.0 if not c.ema_blend or into < 0 else 1.0 if into < 1 else min(1.0, 3 / length)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1661,8 +1661,8 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
         loss += part.detach()
         view = view._replace(row=view.row + n)
     norms = run.optimizer.step(lr_scale, momentum_at(c, step))
-    if tail_rate_at(c, step):
-        run.optimizer.average(tail_rate_at(c, step), c.tail_blend if step == c.num_steps - 1 else 0.0)
+    if ema_rate_at(c, step):
+        run.optimizer.average(ema_rate_at(c, step), c.ema_blend if step == c.num_steps - 1 else 0.0)
     return world.reduced(torch.cat((loss[None], norms, loss.new_full((1,), float(stop)))))
 
 

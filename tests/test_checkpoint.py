@@ -72,7 +72,7 @@ def test_a_checkpoint_holds_every_parameter_once_without_padding(tg, straight):
     shapes = {name: tuple(p.shape) for name, p in tg.GPT(config).named_parameters()}
     for name, shape in shapes.items():
         kinds = {key.rpartition("/")[2] for key in whole if key.rpartition("/")[0] == name}
-        assert kinds in ({"weight", "momentum", "second", "tail"}, {"weight", "exp_avg", "exp_avg_sq", "tail"},
+        assert kinds in ({"weight", "momentum", "second", "ema"}, {"weight", "exp_avg", "exp_avg_sq", "ema"},
                          {"weight", "exp_avg", "exp_avg_sq"}, {"weight", "exp_avg", "exp_avg_sq", "grad"},
                          {"weight", "second", "seen"})
         for kind in kinds - {"second", "seen"}:
@@ -158,8 +158,8 @@ def rewrite(tg, checkpoint, target, change):
 
 @pytest.mark.parametrize("what, named", [
     (lambda facts, whole: whole.pop("head/exp_avg"), "shape of head/exp_avg differs: nothing in the checkpoint"),
-    (lambda facts, whole: whole.update({"tail/weight": whole["head/weight"]}),
-     "shape of tail/weight differs: [384, 32] in the checkpoint, nothing in this run"),
+    (lambda facts, whole: whole.update({"ema/weight": whole["head/weight"]}),
+     "shape of ema/weight differs: [384, 32] in the checkpoint, nothing in this run"),
     (lambda facts, whole: whole.update({"heads/weight": whole.pop("head/weight")}), "shape of heads/weight differs"),
     (lambda facts, whole: whole.update({"embed/weight": whole["embed/weight"][1:]}),
      "shape of embed/weight differs: [383, 32] in the checkpoint, [384, 32] in this run"),

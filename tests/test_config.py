@@ -29,8 +29,8 @@ def test_defaults_are_the_record_in_numbers(tg):
     assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.qk_dim, c.mlp_dim) == (11, 768, 6, 128, 128, 3072)
     assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (524_288, 1216, 10_485_760, 2048)
     assert (c.lr_matrix, c.lr_embed, c.lr_head, c.lr_scalar, c.lr_table) == (0.039, 0.85, 0.0113, 0.056, 1.2)
-    assert (c.cooldown_frac, c.lr_floor, c.tail_frac, c.tail_blend) == (0.8, 0.3, 0.25, 0.5)
-    assert (c.squash, c.attention_scale, c.block_tokens, c.target_loss) == ((23.0, 5.0, 7.5), 0.1, 128, 3.28)
+    assert (c.cooldown_frac, c.lr_floor, c.ema_frac, c.ema_blend) == (0.8, 0.3, 0.25, 0.5)
+    assert (c.softcap, c.attention_scale, c.block_tokens, c.target_loss) == ((23.0, 5.0, 7.5), 0.1, 128, 3.28)
     assert (c.table_rows, c.table_orders, c.val_window_blocks) == (4_194_301, (2, 3), 20)
 
 
@@ -62,10 +62,10 @@ def test_the_default_preset_is_the_callers_choice(tg):
 def test_overrides_take_the_type_of_their_field(tg):
     config, overrides = tg.parse_config(["--preset=tiny", "--num_steps=7", "--lr_matrix=1e-3", "--long_layers=0,1",
                                          "--train_files=a=b,*.bin", "--compile=on", "--fp8=off", "--deterministic",
-                                         "--micro_rows=auto", "--value_layers=", "--squash=30,0,7.5",
+                                         "--micro_rows=auto", "--value_layers=", "--softcap=30,0,7.5",
                                          "--batch_shares=.5,1"])
     assert overrides == dict(num_steps=7, lr_matrix=1e-3, long_layers=(0, 1), train_files="a=b,*.bin", compile="on",
-                             fp8="off", deterministic="on", micro_rows=0, value_layers=(), squash=(30, 0, 7.5),
+                             fp8="off", deterministic="on", micro_rows=0, value_layers=(), softcap=(30, 0, 7.5),
                              batch_shares=(0.5, 1.0))
     assert {key: getattr(config, key) for key in overrides} == overrides
     assert config.model_dim == tg.PRESETS["tiny"]["model_dim"]
@@ -112,14 +112,14 @@ def test_config_is_frozen(tg):
     (["--batch_shares="], ["--batch_shares=()", "at least one number"]),
     (["--batch_shares=0.5,0"], ["--batch_shares=(0.5, 0.0)", "from 0.0009765625 to 1"]),
     (["--batch_shares=0.5,nan"], ["--batch_shares=(0.5, nan)", "finite"]),
-    (["--squash=23,5"], ["--squash=(23.0, 5.0)", "cap, shift, width"]),
-    (["--squash=23,5,0"], ["--squash=(23.0, 5.0, 0.0)", "more than 0"]),
-    (["--squash=400,5,7.5"], ["--squash=(400.0,", "at most 80"]),                       # fp32's exp would underflow
+    (["--softcap=23,5"], ["--softcap=(23.0, 5.0)", "cap, shift, width"]),
+    (["--softcap=23,5,0"], ["--softcap=(23.0, 5.0, 0.0)", "more than 0"]),
+    (["--softcap=400,5,7.5"], ["--softcap=(400.0,", "at most 80"]),                       # fp32's exp would underflow
     (["--table_orders=2.5"], ["--table_orders=2.5", "numbers with commas"]),
     (["--long_layers=0.5"], ["--long_layers=0.5", "numbers with commas"]),
     (["--model_dim=40"], ["--model_dim=40", "multiple of 16"]),
     (["--cooldown_frac=1.5"], ["--cooldown_frac=1.5", "from 0 to 1"]),
-    (["--tail_blend=1.5"], ["--tail_blend=1.5", "from 0 to 1"]),
+    (["--ema_blend=1.5"], ["--ema_blend=1.5", "from 0 to 1"]),
     (["--seed=99999999999999999999"], ["--seed=9999", "to 9223372036854775807"]),
     (["--num_steps=1" + "0" * 400], ["--num_steps=1000", "to 999999"]),
     (["--lr_matrix=1e38"], ["--lr_matrix=1e+38", "to 9223372036854775807"]),

@@ -188,7 +188,7 @@ def tame(c):
     """No number so extreme that losses may overflow."""
     return all(1e-12 <= value <= 100 or value == 0 for key, value in dataclasses.asdict(c).items()
                if isinstance(value, float) and key != "target_loss"
-               ) and 0.1 <= min(c.squash[::2]) <= max(c.squash) <= 100
+               ) and 0.1 <= min(c.softcap[::2]) <= max(c.softcap) <= 100
 
 
 def refused_with_its_name(error, words):

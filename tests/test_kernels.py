@@ -96,9 +96,9 @@ def plain_head(x, w, targets, log_lm, log_copy):
     return loss.detach(), *torch.autograd.grad(loss, (x, w, log_lm, log_copy))
 
 
-def squash(tg):
+def softcap(tg):
     """cap, shift and width of the softcap."""
-    return tg.Config().squash
+    return tg.Config().softcap
 
 
 def error(got, wanted):
@@ -109,23 +109,23 @@ def test_without_copies_the_head_is_the_cross_entropy_of_squashed_logits(tg):
     x, w, targets, _, _ = head_case()
     z = 23 * torch.sigmoid((x @ w.T + 5) / 7.5)
     wanted = F.cross_entropy(z, targets.long(), ignore_index=-1, reduction="sum")
-    got = tg.mixed_cross_entropy(x, w, targets, torch.zeros(48), torch.full((48,), tg.NO_MATCH), squash(tg))
+    got = tg.mixed_cross_entropy(x, w, targets, torch.zeros(48), torch.full((48,), tg.NO_MATCH), softcap(tg))
     assert got.dtype == FP32 and float(got) == pytest.approx(float(wanted), rel=1e-6)
 
 
 def test_the_reference_equals_the_formula_in_double_precision(tg):
     case = head_case()
     assert tg.NO_MATCH == tg_no_match
-    assert error(tg.mixed_cross_entropy(*case, squash(tg)), plain_head(*case)[0]) < 1e-6
-    bare = tg.mixed_cross_entropy(*case[:4], torch.full((48,), tg.NO_MATCH), squash(tg))
+    assert error(tg.mixed_cross_entropy(*case, softcap(tg)), plain_head(*case)[0]) < 1e-6
+    bare = tg.mixed_cross_entropy(*case[:4], torch.full((48,), tg.NO_MATCH), softcap(tg))
     assert float(bare - plain_head(*case)[0]) > 1                # copies count
 
 
 def test_the_head_in_one_pass_equals_autograd(tg):
     x, w, *rest = head_case()
-    for w_scale in (1.0, 40.0):                # the second saturates the squash
+    for w_scale in (1.0, 40.0):                # the second saturates the softcap
         case = x, w * w_scale, *rest
-        found = tg.head_gradients(*case, squash(tg), False)
+        found = tg.head_gradients(*case, softcap(tg), False)
         for got, wanted in zip(found, plain_head(*case), strict=True):
             assert error(got, wanted) < 3e-6
         assert all(bool((t[rest[0] < 0] == 0).all()) for t in (found[1], found[3], found[4]))
@@ -133,7 +133,7 @@ def test_the_head_in_one_pass_equals_autograd(tg):
 
 def test_the_head_in_bf16_is_near_the_exact_one(tg):
     case = head_case(torch.bfloat16)
-    loss, dx, dw, d_lm, d_copy = tg.head_gradients(*case, squash(tg), False)
+    loss, dx, dw, d_lm, d_copy = tg.head_gradients(*case, softcap(tg), False)
     wanted = plain_head(*case)
     assert loss.dtype == d_lm.dtype == d_copy.dtype == FP32 and dx.dtype == dw.dtype == torch.bfloat16
     assert error(loss, wanted[0]) < 1e-3 and error(dx, wanted[1]) < 1e-2 and error(dw, wanted[2]) < 1e-2
@@ -141,8 +141,8 @@ def test_the_head_in_bf16_is_near_the_exact_one(tg):
 
 def test_the_head_in_fp8_is_near_the_one_in_bf16(tg):
     case = head_case(torch.bfloat16)
-    loss, dx, dw, *_ = tg.head_gradients(*case, squash(tg), True)
-    wanted = tg.head_gradients(*case, squash(tg), False)
+    loss, dx, dw, *_ = tg.head_gradients(*case, softcap(tg), True)
+    wanted = tg.head_gradients(*case, softcap(tg), False)
     assert error(loss, wanted[0]) < 2e-3
     # e5m2 has two bits of mantissa, e4m3 three: roundings of up to 1/8 and 1/16, 0.072 and 0.036 in the square mean
     assert 1e-3 < error(dx, wanted[1]) < 0.09 and 1e-3 < error(dw, wanted[2]) < 0.09
@@ -156,9 +156,9 @@ def test_fp8_scales_do_not_overflow(tg):
     w = torch.full((128, K), 0.01, dtype=torch.bfloat16)
     w[0, 0], w[1, 0] = 10.0, -10.0
     targets, none = torch.ones(16, dtype=torch.int32), torch.full((16,), tg.NO_MATCH)
-    loss, dx, dw, *_ = tg.head_gradients(x, w, targets, torch.zeros(16), none, squash(tg), True)
+    loss, dx, dw, *_ = tg.head_gradients(x, w, targets, torch.zeros(16), none, softcap(tg), True)
     assert loss.isfinite() and bool(dx.isfinite().all()) and bool(dw.isfinite().all())
-    steepest = 23 / 7.5 / 4                                      # the squash's largest slope
+    steepest = 23 / 7.5 / 4                                      # the softcap's largest slope
     assert steepest < 0.8 and tg.G_SCALE * steepest <= torch.finfo(torch.float8_e5m2).max
     assert tg.X_SCALE * K ** 0.5 <= torch.finfo(torch.float8_e4m3fn).max
     # one row of small gradients is not flushed to zero either: 1 / V of a probability still has a value in e5m2
@@ -168,7 +168,7 @@ def test_fp8_scales_do_not_overflow(tg):
 def test_the_head_loss_scales_its_gradients_by_what_comes_from_above(tg):
     x, w, targets, *logs = head_case()
     leaves = [t.requires_grad_() for t in (x, w, *logs)]
-    loss = tg.HeadLoss.apply(x, w, targets, *logs, squash(tg), False, tg.head_gradients)
+    loss = tg.HeadLoss.apply(x, w, targets, *logs, softcap(tg), False, tg.head_gradients)
     (loss / 96).backward()
     for leaf, wanted in zip(leaves, plain_head(*(t.detach() for t in (x, w, targets, *logs)))[1:]):
         assert error(leaf.grad, wanted / 96) < 3e-6
@@ -406,9 +406,9 @@ def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg):
     if not tg.choose_kernels(torch.device("cuda", 0)).fp8:
         pytest.skip("this GPU has no fp8")
     case = [t.cuda() for t in head_case(torch.bfloat16, T=512, K=256, V=1024)]
-    wanted = tg.head_gradients(*case, squash(tg), False)
+    wanted = tg.head_gradients(*case, softcap(tg), False)
     for run in (tg.head_gradients, torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)):
-        loss, dx, dw, *_ = run(*case, squash(tg), True)
+        loss, dx, dw, *_ = run(*case, softcap(tg), True)
         assert error(loss, wanted[0]) < 2e-3 and error(dx, wanted[1]) < 0.09 and error(dw, wanted[2]) < 0.09
 
 

@@ -472,7 +472,7 @@ def test_every_parameter_is_in_one_bank_and_routed_by_its_role(tg):
             assert (group["name"], group["kind"], group["lr"]) == wanted, name
         if group["kind"] == "muon":
             assert len({p.shape[-2:] for p in group["params"].values()}) == 1         # one batched kernel
-    tails = {group["name"] for group in groups if group["tail"]}
+    tails = {group["name"] for group in groups if group["ema"]}
     assert tails == {"embed", "head", "copy_qk", "qk", "value_out", "mlp_up", "mlp_down"}  # no large tables
 
 

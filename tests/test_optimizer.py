@@ -322,7 +322,7 @@ def test_tensors_lists_everything_that_a_step_changes(tg):
 
 def test_the_tail_blends_an_average_of_the_banks_that_have_one(tg):
     matrix, flat, plain = (nn.Parameter(normal(*s)) for s in ((2, 4, 6), (10,), (5,)))
-    groups = [tg.Group("m", "muon", {"m": matrix}, 0.1, tail=True), tg.Group("f", "adam", {"f": flat}, 0.1, tail=True),
+    groups = [tg.Group("m", "muon", {"m": matrix}, 0.1, ema=True), tg.Group("f", "adam", {"f": flat}, 0.1, ema=True),
               tg.Group("p", "adam", {"p": plain}, 0.1)]
     optimizer = tg.Optimizer(groups, tg.World(), False, FP32)
     first = [p.detach().clone() for p in (matrix, flat)]
@@ -367,7 +367,7 @@ def test_communication_overlaps_the_updates(tg, monkeypatch):
 def ranked_groups(tg, params, table):
     """Every kind of bank: with a tail of both kinds, a table."""
     matrices, rest = make_groups(tg, params)
-    return [matrices._replace(tail=True), rest._replace(tail=True),
+    return [matrices._replace(ema=True), rest._replace(ema=True),
             tg.Group("table_rows", "rows", {"rows": table}, 0.1, (0.0, 0.9), 1e-15)]
 
 
@@ -425,9 +425,9 @@ def test_a_checkpoint_has_every_number_once_without_padding():
     _, _, tensors = several_steps(0, 1, FP32, stop=3)
     shapes = {"qkv": (3, 8, 16), "out": (8, 16), "other": (8, 16), "table": (9, 7), "mix": (2,), "scale": ()}
     wanted = {f"{name}/{kind}": shape for name, shape in shapes.items() if len(shape) > 1 and name != "table"
-              for kind in ("weight", "momentum", "tail")}
+              for kind in ("weight", "momentum", "ema")}
     wanted |= {f"{name}/{kind}": shapes[name] for name in ("table", "mix", "scale")
-               for kind in ("weight", "exp_avg", "exp_avg_sq", "tail")}
+               for kind in ("weight", "exp_avg", "exp_avg_sq", "ema")}
     wanted |= {"qkv/second": (3, 1, 16), "out/second": (1, 16), "other/second": (1, 16),
                "rows/weight": (18, 4), "rows/second": (18,), "rows/seen": (18,)}
     assert {key: tuple(t.shape) for key, t in tensors.items()} == wanted

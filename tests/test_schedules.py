@@ -74,9 +74,9 @@ def test_the_record_shares_its_rows_among_eight_ranks(tg):
 
 def test_the_tail_begins_with_a_copy_and_has_a_third_of_its_length_as_time_constant(tg):
     c = tg.Config(num_steps=400)
-    rates = [tg.tail_rate_at(c, step) for step in range(400)]
+    rates = [tg.ema_rate_at(c, step) for step in range(400)]
     assert rates[:299] == [0.0] * 299 and rates[299] == 1.0 and rates[300:] == [3 / 100] * 100
-    assert not any(tg.tail_rate_at(replaced(c, tail_blend=0.0), step) for step in range(400))
+    assert not any(tg.ema_rate_at(replaced(c, ema_blend=0.0), step) for step in range(400))
 
 
 def test_schedules_depend_on_the_step_alone(tg):
@@ -90,8 +90,8 @@ def test_schedules_depend_on_the_step_alone(tg):
 @pytest.mark.parametrize("frac", (1.0, 0.99, 0.5, 0.1))
 def test_the_average_of_any_tail_is_an_average(tg, frac):
     """Its shares of all weights so far add up to 1: it begins with a copy, also when the tail is the whole run."""
-    c, mass = tg.Config(num_steps=30, tail_frac=frac), 0.0
-    rates = [tg.tail_rate_at(c, step) for step in range(30)]
+    c, mass = tg.Config(num_steps=30, ema_frac=frac), 0.0
+    rates = [tg.ema_rate_at(c, step) for step in range(30)]
     for rate in rates:
         mass += rate * (1 - mass)
     assert mass == pytest.approx(1.0) and 1.0 in rates

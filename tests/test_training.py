@@ -323,7 +323,7 @@ def test_validation_sees_its_own_window_and_changes_nothing(tg, files):
 
 
 def test_warm_up_restores_every_byte_and_runs_every_shape(tg, files, tmp_path, monkeypatch):
-    runs = [small_run(files, num_steps=4, tail_frac=0.5) for _ in range(2)]
+    runs = [small_run(files, num_steps=4, ema_frac=0.5) for _ in range(2)]
     loaders = [small_batches(run) for run in runs]
     for run, loader in zip(runs, loaders):   # from the middle of a run: no state is zero
         for step in range(3):
@@ -336,7 +336,7 @@ def test_warm_up_restores_every_byte_and_runs_every_shape(tg, files, tmp_path, m
         return forward(tokens, targets, view)
     monkeypatch.setattr(run.model, "forward", seen)
     before = {key: t.clone() for key, t in run.optimizer.gathered()}
-    assert before["embed/tail"].any() and before["ngrams/weight"].any()
+    assert before["embed/ema"].any() and before["ngrams/weight"].any()
     counts, position, rng = [bank.steps for bank in run.optimizer.banks], run.position, torch.get_rng_state()
     log = tg.RunLog(str(tmp_path), tg.World())
     tg.warmup(run, log)
