@@ -1,18 +1,27 @@
 """train_gpt: one file that trains a GPT-2-class language model to a target validation loss, fast.
 
-Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus 0.20 of the January 2025 record's time (records/).
+Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus a fifth of the January 2025 record's time
+(records/).
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py           the record recipe on 8 GPUs
-    python train_gpt.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'    one GPU, minutes
-    ./run.sh                                                        whatever this machine can do, from laptop to 8 GPUs
-    python train_gpt.py --help                                      every key and its default
+    torchrun --standalone --nproc_per_node=8 train_gpt.py      the record recipe on 8 GPUs
+    python train_gpt.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'
+                                                               one GPU, minutes
+    ./run.sh                                                   what this machine can do, from laptop to 8 GPUs
+    python train_gpt.py --help                                 every key and its default
 
-The rooms, in the order in which names flow (a room uses only rooms above it): 0 Door   1 Configuration   2 World
-    3 Kernels   4 Optimizer   5 Model   6 Data   7 Schedules   8 Log and checkpoint   9 Training   10 Front door
+The rooms, in the order in which names flow (a room uses only rooms above it): 0 Door, 1 Configuration, 2 World,
+3 Kernels, 4 Optimizer, 5 Model, 6 Data, 7 Schedules, 8 Log and checkpoint, 9 Training, 10 Front door.
 """
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
-# Imports and the text of this very file. Importing has no side effects: no device, no thread, no environment.
+# Keeps the text of this very file for the log, before a slow import gives anyone time to edit it; then imports.
+# Importing has no side effects: no device, no thread, no environment. An attempt changes only the claim above.
+
+from pathlib import Path
+
+SOURCE = Path(__file__).read_bytes().decode("utf-8")     # byte for byte: read_text would change \r\n to \n
+if not SOURCE.endswith("\n"):
+    SOURCE += "\n"                                       # the log's fence needs a line of its own
 
 import bisect
 import contextlib
@@ -30,13 +39,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import typing
 import uuid
 import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Iterable, Iterator, NamedTuple
 
@@ -46,84 +56,97 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-SOURCE = Path(__file__).read_text(encoding="utf-8")
-SOURCE += "" if SOURCE.endswith("\n") else "\n"      # the log's fence needs a line of its own
+
+class RunError(Exception):
+    """Ends a run. Its text is one readable message; one_rank: it concerns this rank only, which then prints it."""
+    def __init__(self, text: str, one_rank: bool = False):
+        super().__init__(text)
+        self.one_rank = one_rank
 
 
-class Refusal(Exception):
-    """Bad input. Its text is one readable message: what was found, what was expected, what to do. Exit code 2."""
+class Refusal(RunError):
+    """Bad input. The text says what was found, what was expected, what to do. Exit code 2."""
 
 
-class Failure(Exception):
-    """A run that can't go on: non-finite numbers, no memory. Its text is one readable message. Exit code 1."""
+class Failure(RunError):
+    """A run that can't go on: non-finite numbers, no memory. Exit code 1."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
-# Every number of a run lives here once. The defaults are the record; presets change a few; --key=value changes one.
+# Every number of a run lives here once: first the settings with their limits and meanings (which --help prints),
+# then the presets, then how the command line is read and checked. The defaults are the record; a preset changes
+# some of them, --key=value changes one. A new setting is one line of Config, and an entry in presets that differ.
+
+LARGEST = 2 ** 63 - 1
+
+def setting(default, meaning: str, low=0, high=LARGEST):
+    """A field of Config. low and high: smallest and largest value, or of each number in a tuple."""
+    return dataclasses.field(default=default, metadata=dict(meaning=meaning, low=low, high=high))
+
 
 @dataclass(frozen=True)
 class Config:
     """All settings of a run. Units are in the names; token counts are per step over all ranks."""
     # Data
-    preset: str = "record"                 # name of the preset these values started from
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"    # comma-separated patterns, read in sorted order
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
-    max_epochs: int = 1                    # passes over the training shards that the schedule may take
-    vocab_size: int = 50_257               # ids in use; a dataset.json beside the shards overrides it
-    eod_id: int = 50_256                   # the token that stands before every document
+    preset: str = setting("record", "name of the preset these values started from")
+    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "comma-separated patterns, sorted")
+    val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "the same for validation")
+    max_epochs: int = setting(1, "passes over the training shards that the schedule may take", low=1)
+    vocab_size: int = setting(50_257, "ids in use; dataset.json beside the shards overrides it", 1, 2 ** 16)
+    eod_id: int = setting(50_256, "the token that stands before every document")
     # Length and batch
-    num_steps: int = 1216
-    batch_tokens: int = 524_288            # tokens of the largest step over all ranks and micro-steps
-    batch_shares: tuple[float, ...] = (0.25, 0.5, 1.0)    # of it, stage by stage; rates fall with the square root
-    row_tokens: int = 16_384               # the atom of data: documents are packed into rows, nothing crosses rows
-    micro_rows: int = 1                    # rows in one forward pass at most (memory, shapes to compile; 0 = find out)
+    num_steps: int = setting(1216, "updates of the weights", 1, 999_999)
+    batch_tokens: int = setting(524_288, "tokens of the largest step over all ranks", 1, 2 ** 26)
+    stages: str = setting("record", "table in room 7: batch, window and more over the run")
+    row_tokens: int = setting(16_384, "documents are packed into rows of so many", 8, 2 ** 24)
+    micro_rows: int = setting(1, "rows in one forward pass at most; auto or 0 = what memory allows")
     # Validation
-    val_tokens: int = 10_485_760           # targets scored: the first of the validation files; 0 = all there are
-    val_overlap: int = 2048                # tokens of context that a row of validation has before its first target
-    val_window_blocks: int = 20            # long window of validation, wider than any in training
-    val_every_steps: int = 0               # 0 = only at the end
-    target_loss: float = 3.28              # stop and say so when validation reaches it; 0 = run to the end
+    val_tokens: int = setting(10_485_760, "targets scored, the files' first; 0 = all there are")
+    val_overlap: int = setting(2048, "tokens of context that a row of validation has before its first target")
+    val_window_blocks: int = setting(20, "long window, wider than any in training", 1, 2 ** 24)
+    val_every_steps: int = setting(0, "0 = only at the end")
+    target_loss: float = setting(3.28, "stop and say so when validation reaches it; 0 = run to the end")
     # Model
-    model_dim: int = 768
-    num_layers: int = 11
-    num_heads: int = 6
-    head_dim: int = 128                    # of the values
-    qk_dim: int = 128                      # of queries and keys
-    mlp_dim: int = 3072
-    long_layers: tuple[int, ...] = (3, 10)          # layers that see the whole window; others see half of it
-    value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)     # layers with a value embedding, each of its own
-    copy_dim: int = 128                    # of the copy pointer's queries and keys
-    table_rows: int = 4_194_301            # hashed rows for each order of n-grams, a prime; 1 is as good as none
-    table_orders: tuple[int, ...] = (2, 3)          # n of the n-grams, up to 4
-    block_tokens: int = 128                # granularity of windows and block masks
-    attention_scale: float = 0.1
-    softcap: tuple[float, ...] = (23.0, 5.0, 7.5)    # cap, shift, width: logits become cap sigmoid((z + shift) / width)
+    model_dim: int = setting(768, "width of the residual stream", 16, 2 ** 24)
+    num_layers: int = setting(11, "attention and MLP each", 1, 1000)
+    num_heads: int = setting(6, "of attention", 1, 2 ** 24)
+    head_dim: int = setting(128, "of the values", 8, 2 ** 24)
+    qk_dim: int = setting(128, "of queries and keys", 8, 2 ** 24)
+    mlp_dim: int = setting(3072, "width of the hidden layer of an MLP", 1, 2 ** 24)
+    long_layers: tuple[int, ...] = setting((3, 10), "layers that see the whole window; others see half of it")
+    value_layers: tuple[int, ...] = setting((1, 2, 8, 9, 10), "layers with a value embedding of their own")
+    copy_dim: int = setting(128, "of the copy pointer's queries and keys", 8, 2 ** 24)
+    table_rows: int = setting(4_194_301, "hashed rows for each order, a prime; 1 is as good as none", low=1)
+    table_orders: tuple[int, ...] = setting((2, 3), "n of the n-grams in the hashed table", 1, 4)
+    block_tokens: int = setting(128, "granularity of windows and block masks", 1, 2 ** 24)
+    attention_scale: float = setting(0.1, "factor of query times key before the softmax")
+    softcap: tuple[float, ...] = setting((23.0, 5.0, 7.5), "cap, shift, width of the logits' softcap")
     # Optimizer; betas and decays stand in the table of param_groups
-    lr_matrix: float = 0.039               # NorMuon, hidden matrices
-    lr_embed: float = 0.85                 # Adam, token and value embeddings
-    lr_head: float = 0.0113                # Adam, output head and gates
-    lr_scalar: float = 0.056               # Adam, mixing scalars
-    lr_table: float = 1.2                  # row-wise RMS steps, hashed n-gram table
-    cooldown_frac: float = 0.8             # last part of the run with a linearly falling rate
-    lr_floor: float = 0.3                  # the rate it falls to, relative
-    ema_frac: float = 0.25                # last part of the run whose weights are averaged (time constant: a third)
-    ema_blend: float = 0.5                # share of the average in the final weights; 0 = none
+    lr_matrix: float = setting(0.039, "NorMuon, hidden matrices")
+    lr_embed: float = setting(0.85, "Adam, token and value embeddings")
+    lr_head: float = setting(0.0113, "Adam, output head and gates")
+    lr_scalar: float = setting(0.056, "Adam, mixing scalars")
+    lr_table: float = setting(1.2, "row-wise RMS steps, hashed n-gram table")
+    cooldown_frac: float = setting(0.8, "last part of the run with a linearly falling rate", high=1)
+    lr_floor: float = setting(0.3, "the rate it falls to, relative")
+    ema_frac: float = setting(0.25, "last part of the run, whose weights are averaged", high=1)
+    ema_blend: float = setting(0.5, "share of the average in the final weights; 0 = none", high=1)
     # Machine
-    seed: int = 0
-    compile: str = "auto"                  # auto (on with a GPU) | on | off
-    attention: str = "auto"                # auto | flex (FlexAttention) | dense (reference)
-    fp8: str = "auto"                      # auto (where the device has it) | on | off: output head in training
-    deterministic: str = "off"             # on: same seed, same hardware, same losses, bit for bit; slower
+    seed: int = setting(0, "of the initial weights")
+    compile: str = setting("auto", "auto = on with a GPU")
+    attention: str = setting("auto", "flex = FlexAttention, dense = reference")
+    fp8: str = setting("auto", "output head in training; auto = where the device has it")
+    deterministic: str = setting("off", "on: same seed, same hardware, same losses, bit for bit; slower")
     # Output
-    log_dir: str = "logs"
-    log_every_steps: int = 10
-    profile_steps: int = 0                 # so many steps (after five steps) into a Chrome trace beside the log
+    log_dir: str = setting("logs", "each run writes one file into it")
+    log_every_steps: int = setting(10, "steps between lines about the training loss", low=1)
+    profile_steps: int = setting(0, "so many steps (after five steps) into a Chrome trace beside the log")
     # Trust
-    checkpoint_every_steps: int = 0        # and once at the end; 0 = only when SIGTERM or SIGINT stops the run
-    checkpoint_dir: str = "checkpoints"    # each run gets a folder of its own in it, with its last two checkpoints
-    resume: str = ""                       # folder of a checkpoint, or latest: the newest one in checkpoint_dir
-    self_check: str = "on"                 # before the clock starts: causality, isolation, equal ranks, disjoint data
+    checkpoint_every_steps: int = setting(0, "and at the end; 0 = only when a signal stops the run")
+    checkpoint_dir: str = setting("checkpoints", "each run keeps its last two in a folder of its own")
+    resume: str = setting("", "folder of a checkpoint, or latest: the newest one in checkpoint_dir")
+    self_check: str = setting("on", "first test causality, isolation, equal ranks, disjoint data")
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // 128) * 128
@@ -132,109 +155,151 @@ class Config:
         return self.block_tokens % 128 == 0 and min(self.head_dim, self.qk_dim, self.copy_dim) >= 16
 
 
+SECTIONS = dict(               # of --help: where each begins
+    preset="Data", num_steps="Length and batch", val_tokens="Validation", model_dim="Model", lr_matrix="Optimizer",
+    seed="Machine", log_dir="Output", checkpoint_every_steps="Trust")
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": dict(            # small batches of one size, and rates to match
-        num_steps=1230, batch_tokens=65_536, batch_shares=(1.0,), row_tokens=32_768, micro_rows=2, target_loss=3.48,
-        val_tokens=2 ** 21, num_layers=4, num_heads=4, long_layers=(1, 3), value_layers=(3,), lr_matrix=0.0195,
-        lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.6),
-    "demo": dict(
+        num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2, val_tokens=2 ** 21,
+        target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3), value_layers=(3,),
+        lr_matrix=0.0195, lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.6),
+    "demo": dict(              # bytes of English prose, two minutes on a CPU
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16,
         val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0, model_dim=128,
         num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512, long_layers=(1, 3),
         value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4), block_tokens=32,
-        softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8, checkpoint_every_steps=10 ** 6),
-    "tiny": dict(
-        max_epochs=1, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
-        val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
-        copy_dim=32, mlp_dim=128, long_layers=(0,), value_layers=(0, 2), table_rows=1021, block_tokens=16),
+        softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8,
+        checkpoint_every_steps=10 ** 6),
+    "tiny": dict(              # three steps of a model for tests
+        max_epochs=1, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000,
+        val_overlap=32, val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32,
+        qk_dim=32, copy_dim=32, mlp_dim=128, long_layers=(0,), value_layers=(0, 2), table_rows=1021,
+        block_tokens=16),
 }
-CHOICES = dict(preset=tuple(PRESETS), compile=("auto", "on", "off"), attention=("auto", "flex", "dense"),
-               fp8=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
-LIMITS = {key: limits for keys, *limits in (          # smallest and largest value, else 0 and 2^63 - 1
-    ("num_layers", 1, 1000), ("num_steps", 1, 10 ** 6 - 1), ("vocab_size", 1, 2 ** 16), ("batch_tokens", 1, 2 ** 26),
-    ("block_tokens num_heads mlp_dim val_window_blocks", 1, 2 ** 24), ("table_orders", 1, 4),
-    ("head_dim qk_dim copy_dim row_tokens", 8, 2 ** 24), ("cooldown_frac ema_frac ema_blend", 0, 1),
-    ("batch_shares", 2 ** -10, 1),
-    ("model_dim", 16, 2 ** 24), ("max_epochs log_every_steps table_rows", 1, 2 ** 63 - 1)) for key in keys.split()}
-RESUME_MAY_CHANGE = set("""preset log_dir micro_rows train_files val_files checkpoint_every_steps checkpoint_dir resume
-    self_check max_epochs val_tokens val_overlap val_window_blocks val_every_steps target_loss compile attention fp8
-    deterministic log_every_steps profile_steps""".split())       # by a resumed run; the data itself is compared
+CHOICES: dict[str, tuple[str, ...]] = dict(
+    preset=tuple(PRESETS), stages=("record", "sprint"),          # the names of STAGES, which room 7 holds
+    compile=("auto", "on", "off"), attention=("auto", "flex", "dense"), fp8=("auto", "on", "off"),
+    deterministic=("on", "off"), self_check=("on", "off"))
+RESUME_MAY_CHANGE = {         # by a resumed run; the data itself is compared
+    "preset", "train_files", "val_files", "max_epochs", "micro_rows", "val_tokens", "val_overlap",
+    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "deterministic", "log_dir",
+    "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume", "self_check"}
+MAX_PARAMETERS = 10 ** 10
 
-def parse_value(key: str, kind: type, text: str):
-    """Text of --key=text as a value of the field's type; raises Refusal with one line."""
+def parse_value(f: dataclasses.Field, text: str):
+    """Text of --key=text as a value of the field's type. Raises Refusal."""
+    if f.name == "micro_rows" and text == "auto":
+        return 0
     try:
-        if kind in (int, float):
-            return 0 if (key, text) == ("micro_rows", "auto") else kind(text)
-        if kind is str:
-            if key in CHOICES and text not in CHOICES[key]:
-                raise ValueError
-            return text
-        return tuple(kind.__args__[0](part) for part in text.split(",") if part)
+        if f.type in (int, float):
+            return f.type(text)
+        if f.type is not str:
+            [number_type, _] = typing.get_args(f.type)           # of tuple[int, ...]
+            return tuple(number_type(part) for part in text.split(",") if part)
     except ValueError:
-        wanted = "one of " + ", ".join(CHOICES[key]) if key in CHOICES else \
-            {int: "a whole number", float: "a number"}.get(kind, "numbers with commas, as 0,4,11")
-        raise Refusal(f"--{key}={text:.99}: expected {wanted}") from None
+        expected = {int: "a whole number", float: "a number"}.get(f.type, "numbers with commas, as 0,4,11")
+        raise Refusal(f"--{f.name}={text:.99}: expected {expected}") from None
+    if f.name in CHOICES and text not in CHOICES[f.name]:
+        raise Refusal(f"--{f.name}={text:.99}: expected one of {', '.join(CHOICES[f.name])}")
+    return text
 
 
 def help_text() -> str:
-    fields = SOURCE.partition("class Config:")[2].partition("    @property")[0].partition("\n    #")[2]
-    return f"{__doc__}\nPresets: {', '.join(PRESETS)}. Keys, the record's values, what they mean:\n    #" + re.sub(
-        r"(?m)^    (\w+): [^=]*= ", r"  --\1=", fields)
+    """The file's docstring, then each key with the record's value, as one would type it, and its meaning."""
+    lines = [__doc__, f"Presets: {', '.join(PRESETS)}. Keys with the record's values:"]
+    for f in dataclasses.fields(Config):
+        if f.name in SECTIONS:
+            lines.append(f"  {SECTIONS[f.name]}")
+        numbers = f.default if isinstance(f.default, tuple) else (f.default,)
+        option = f"--{f.name}={','.join(map(str, numbers))}"
+        choices = f" ({' | '.join(CHOICES[f.name])})" if f.name in CHOICES else ""
+        lines.append(f"    {option:<33} {f.metadata['meaning']}{choices}")
+    return "\n".join(lines)
 
 
 def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Config, dict]:
-    """argv (without the program) -> (Config, overrides given by hand). Raises Refusal on anything it can't use."""
-    kinds = {f.name: f.type for f in dataclasses.fields(Config)}
-    texts = {}
+    """argv (without the program) -> (Config, what was given by hand). Raises Refusal on anything it can't use."""
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    overrides = {}
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
         key = key.replace("-", "_")
-        if not arg.startswith("--") or not arg.isprintable() or (not equals and "on" not in CHOICES.get(key, ())):
-            raise Refusal(f"{ascii(arg)[1:-1]:.99}: expected --key=value in printable characters (see --help)")
-        if key not in kinds:
-            near = ", ".join(k for k in kinds if key and (key in k or k in key or k[:4] == key[:4]))
-            raise Refusal(f"--{key:.99}: no such key; " + (f"did you mean {near}?" if near else "see --help"))
-        if key in texts:
+        is_switch = "on" in CHOICES.get(key, ())                 # --deterministic means --deterministic=on
+        has_value = equals or is_switch
+        if not arg.startswith("--") or not arg.isprintable() or not has_value:
+            shown = ascii(arg)[1:-1]
+            raise Refusal(f"{shown:.99}: expected --key=value in printable characters (see --help)")
+        if key not in fields:
+            near = [name for name in fields if key and (key in name or name in key or name[:4] == key[:4])]
+            advice = f"did you mean {', '.join(near)}?" if near else "see --help"
+            raise Refusal(f"--{key:.99}: no such key; {advice}")
+        if key in overrides:
             raise Refusal(f"--{key}: given twice, expected once")
-        texts[key] = text if equals else "on"
-    overrides = {key: parse_value(key, kinds[key], text) for key, text in texts.items()}
+        overrides[key] = parse_value(fields[key], text if equals else "on")
     preset = overrides.pop("preset", default_preset)
     config = Config(**{"preset": preset, **PRESETS[preset], **overrides})
     check_config(config)
     return config, overrides
 
 
+def numbers_of(value) -> tuple:
+    """The numbers in a setting's value: one, those of a tuple, or none of a text."""
+    if isinstance(value, str):
+        return ()
+    return value if isinstance(value, tuple) else (value,)
+
+
+def num_parameters(c: Config) -> int:
+    """How many parameters the model has, but for the few of gates, scalars, copy pointer and padding."""
+    embedding_and_head = 2 * c.padded_vocab * c.model_dim
+    value_embeddings = len(c.value_layers) * c.padded_vocab * c.num_heads * c.head_dim
+    ngram_table = len(c.table_orders) * c.table_rows * c.model_dim
+    attention = 2 * c.model_dim * c.num_heads * (c.qk_dim + c.head_dim)
+    mlp = 2 * c.model_dim * c.mlp_dim
+    return embedding_and_head + value_embeddings + ngram_table + c.num_layers * (attention + mlp)
+
+
 def check_config(c: Config) -> None:
-    """Raises Refusal when settings can't work together."""
+    """Raises Refusal when settings can't work, alone or together."""
     def need(ok: bool, key: str, expected: str) -> None:
         if not ok:
             raise Refusal(f"--{key}={getattr(c, key)!s:.99}: expected {expected}")
-    own = dict(eod_id=(0, c.vocab_size - 1, "vocab_size - 1"), val_overlap=(0, c.row_tokens - 1, "row_tokens - 1"),
-               **dict.fromkeys(("long_layers", "value_layers"), (0, c.num_layers - 1, "num_layers - 1")))
+
     for f in dataclasses.fields(c):
-        value, (low, high, *name) = getattr(c, f.name), (LIMITS | own).get(f.name, (0, 2 ** 63 - 1))
-        for number in () if isinstance(value, str) else value if isinstance(value, tuple) else (value,):
-            need(low <= number <= high, f.name, f"a finite number from {low} to " + " = ".join([*name, str(high)]))
-    for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"), ("val_overlap", "block_tokens")):
+        low, high = f.metadata["low"], f.metadata["high"]
+        for number in numbers_of(getattr(c, f.name)):
+            need(low <= number <= high, f.name, f"a finite number from {low} to {high}")
+    for key, other in (("eod_id", "vocab_size"), ("val_overlap", "row_tokens"), ("long_layers", "num_layers"),
+                       ("value_layers", "num_layers")):
+        highest = getattr(c, other) - 1
+        for number in numbers_of(getattr(c, key)):
+            need(number <= highest, key, f"a finite number from 0 to {other} - 1 = {highest}")
+    for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"),
+                      ("val_overlap", "block_tokens")):
         need(getattr(c, key) % getattr(c, unit) == 0, key, f"a multiple of {unit}={getattr(c, unit)}")
-    for key, unit in (("qk_dim", 4), ("model_dim", 16), ("row_tokens", 16)):       # rotary turns half of each head; fp8
-        need(getattr(c, key) % unit == 0, key, f"a multiple of {unit}")
-    for key in ("table_orders", "batch_shares"):
-        need(len(getattr(c, key)) > 0, key, "at least one number")
-    need(len(c.softcap) == 3 and min(c.softcap[::2]) > 0 and c.softcap[0] <= min(80, 28 * c.softcap[2]), "softcap",
-         "cap, shift, width; cap and width more than 0, cap at most 80 (fp32's exp) and 28 widths (fp8's gradients)")
-    params = c.model_dim * (2 * c.padded_vocab + len(c.table_orders) * c.table_rows + 2 * c.num_layers * c.mlp_dim) \
-        + c.num_heads * (2 * c.num_layers * c.model_dim * (c.qk_dim + c.head_dim)
-                         + len(c.value_layers) * c.padded_vocab * c.head_dim)
-    need(params <= 10 ** 10, "model_dim", f"at most {10 ** 10:,} parameters: {params:,} with num_layers, num_heads, "
-         "qk_dim, head_dim, mlp_dim, vocab_size, value_layers, table_rows and table_orders")
+    need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4")          # rotary turns pairs in half of each head
+    need(c.model_dim % 16 == 0, "model_dim", "a multiple of 16")  # fp8's matrix units
+    need(c.row_tokens % 16 == 0, "row_tokens", "a multiple of 16")
+    need(len(c.table_orders) > 0, "table_orders", "at least one number")
+    need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
+    cap, _, width = c.softcap
+    need(cap > 0 and width > 0, "softcap", "cap, shift, width; cap and width more than 0")
+    need(cap <= 80, "softcap", "a cap of at most 80: fp32 holds no exp of more")
+    need(cap <= 28 * width, "softcap", "a cap of at most 28 widths: fp8 holds no steeper gradients")
+    count = num_parameters(c)
+    need(count <= MAX_PARAMETERS, "model_dim", f"at most {MAX_PARAMETERS:,} parameters, found {count:,} with "
+         "num_layers, num_heads, qk_dim, head_dim, mlp_dim, vocab_size, value_layers, table_rows, table_orders")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 2. World
-# Which process this is among how many, and on which device. The only room that reads or sets environment variables.
+# Finds out which process this is among how many and on which device, then lets the processes (ranks) meet.
+# This is the only room that reads or sets environment variables. An attempt changes nothing here.
+
+WAIT_S = 10                                # after which a rank says for whom it waits
+GIVE_UP = datetime.timedelta(minutes=10)   # after which a collective that a rank never reaches is an error
 
 @dataclass(frozen=True)
 class World:
@@ -242,52 +307,81 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    local: int = 0                         # its number on its own host
+    local: int = 0                         # the rank's number on its own host
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
     def reduced(self, t: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-        """t, with what the other ranks have of it: summed, or by another op. In place."""
+        """t summed over all ranks, or combined by another op. Works in place."""
         if self.size > 1:
             dist.all_reduce(t, op)
         return t
 
 
-def init_world(deterministic: bool = False) -> World:
-    """Read the launcher's variables (torchrun's) and take the device; join_group comes later. Raises Refusal."""
-    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if version < (2, 11):
-        raise Refusal(f"torch {torch.__version__} found, expected 2.11 or newer: pip install -r requirements.txt")
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")     # varying shapes without fragmentation
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def read_launcher() -> tuple[int, int, int]:
+    """-> rank, size, number on this host: the variables that torchrun sets, else 0, 1, 0. Raises Refusal."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "SLURM_PROCID" in os.environ and tasks != "1" and "RANK" not in os.environ:
+        raise Refusal(f"SLURM_NTASKS={tasks}, but no RANK: these would be runs that know nothing of each other; "
+                      "start one torchrun a node (srun --ntasks-per-node=1 torchrun ..), or set RANK=0 for one "
+                      "process alone")
     try:
-        rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-        if not (0 <= rank < size and local >= 0):
+        rank = int(os.environ.get("RANK", 0))
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        if not 0 <= rank < size or local < 0:
             raise ValueError(f"{rank} of {size}, {local} on its host")
     except ValueError as error:
-        raise Refusal(f"RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, rank < size, found {error}; start with "
-                      "torchrun") from None
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        if local >= count:
-            raise Refusal(f"local rank {local} has no GPU: {count} found; start with --nproc_per_node={count} or fewer")
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = True
+        raise Refusal(f"RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, rank < size, found {error}; start "
+                      "with torchrun") from None
+    return rank, size, local
+
+
+def init_world(deterministic: bool = False) -> World:
+    """Read the launcher's variables and take the device; join_group comes later. Raises Refusal."""
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < (2, 11):
+        raise Refusal(f"torch {torch.__version__} found, expected 2.11 or newer: "
+                      "pip install -r requirements.txt")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")     # varying shapes fragment memory
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    rank, size, local = read_launcher()
+    if not torch.cuda.is_available():
+        return World(rank, size, torch.device("cpu"), local)
+    count = torch.cuda.device_count()
+    if local >= count:
+        raise Refusal(f"local rank {local} has no GPU: {count} found; start with --nproc_per_node={count} or "
+                      "fewer")
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = True
     return World(rank, size, device, local)
 
 
+def say_waiting(world: World) -> None:
+    others = ", ".join(str(rank) for rank in range(world.size) if rank != world.rank)
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    print(f"train_gpt: rank {world.rank} of {world.size} on {platform.node()} has waited {WAIT_S} s at {place} for "
+          f"rank {others}; a rank that prints no such line has not come", file=sys.stderr, flush=True)
+
+
 def join_group(world: World) -> None:
-    """Meet the other ranks. Raises Refusal when the launcher's variables don't say where."""
-    if world.size > 1:
-        try:
-            dist.init_process_group("nccl" if world.is_cuda else "gloo", timeout=datetime.timedelta(minutes=10),
-                                    device_id=world.device if world.is_cuda else None)
-        except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-            raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with torchrun") from None
-        dist.barrier()               # a rank that refuses and leaves must not shut out one that is still connecting
+    """Meet the other ranks. Raises Refusal when the launcher's variables don't say where, or when some don't come."""
+    if world.size == 1:
+        return
+    waiting = threading.Timer(WAIT_S, say_waiting, [world])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        dist.init_process_group("nccl" if world.is_cuda else "gloo", timeout=GIVE_UP,
+                                device_id=world.device if world.is_cuda else None)
+        dist.barrier()         # a rank that refuses and leaves must not shut out one that is still connecting
+    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
+        raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with "
+                      "torchrun") from None
+    finally:
+        waiting.cancel()
 
 
 def close_world() -> None:
@@ -297,7 +391,11 @@ def close_world() -> None:
 
 def find_compiler() -> str | None:
     """Path of the C compiler that torch.compile would call on a CPU, if there is one."""
-    return next(filter(None, map(shutil.which, [os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"])), None)
+    for name in (os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"):
+        path = shutil.which(name)
+        if path:
+            return path
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1253,44 +1351,66 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 7. Schedules
-# Tables of stages and pure functions of the step. No tensors, no devices.
+# Says what changes from step to step. A stage is a part of the run with one batch size, document clip, window and
+# training softmax. First come the tables of stages, then pure functions of the step, without tensors or devices.
+# To try a schedule, change a row, add a table (and its name to CHOICES of room 1), or give cooldown_at a new shape.
 
 class Stage(NamedTuple):
-    """A part of the run. until is the fraction of num_steps at which it ends."""
-    until: float
-    max_doc_tokens: int               # documents are clipped to it; 0: not
-    window: int                       # long window, in blocks
-    candidates: float                 # share of the vocabulary in the training softmax; 0: full softmax
+    """A part of the run, up to where the next one begins."""
+    until: float                      # fraction of num_steps at which the stage ends
+    max_doc_tokens: int               # documents are clipped to it; 0 = not clipped
+    window: int                       # of long layers, in blocks
+    candidates: float                 # share of the vocabulary in the training softmax; 0 = full softmax
+    batch_share: float = 1.0          # share of batch_tokens in a step, at most 1
 
 
-STAGES = (
-    #     until  clip  window candidates
-    Stage(0.200, 896,  3,     0.2),
-    Stage(0.667, 2048, 7,     0.2),
-    Stage(0.920, 2048, 11,    0.2),
-    Stage(1.000, 2048, 13,    0.0),
-)
+# table
+STAGES: dict[str, tuple[Stage, ...]] = {
+    "record": (
+        #     until  clip  window candidates share
+        Stage(0.200, 896,  3,     0.2,       0.25),
+        Stage(0.667, 2048, 7,     0.2,       0.5),
+        Stage(0.920, 2048, 11,    0.2,       1.0),
+        Stage(1.000, 2048, 13,    0.0,       1.0)),
+    "sprint": (
+        Stage(0.200, 896,  3,     0.2,       1.0),
+        Stage(0.667, 2048, 7,     0.2,       1.0),
+        Stage(0.920, 2048, 11,    0.2,       1.0),
+        Stage(1.000, 2048, 13,    0.0,       1.0)),
+}
+# end of table
 
 def stage_at(c: Config, step: int) -> Stage:
     """The stage of a step; past the end: the last one."""
-    return next((stage for stage in STAGES if step < stage.until * c.num_steps), STAGES[-1])
+    for stage in STAGES[c.stages]:
+        if step < stage.until * c.num_steps:
+            return stage
+    return STAGES[c.stages][-1]
 
 
 def rows_at(c: Config, step: int) -> int:
-    """Rows of the stage's share of batch_tokens; where fewer shares are given than there are stages, the last stays."""
-    share = c.batch_shares[min(STAGES.index(stage_at(c, step)), len(c.batch_shares) - 1)]
-    return max(1, round(c.batch_tokens // c.row_tokens * share))
+    """Rows of row_tokens in the step's batch, over all ranks."""
+    return max(1, round(c.batch_tokens // c.row_tokens * stage_at(c, step).batch_share))
 
 
 def candidates_at(c: Config, step: int) -> int:
+    """Ids in the step's training softmax, a multiple of 128; 0 = full softmax."""
     share = stage_at(c, step).candidates
     return min(c.padded_vocab, math.ceil(share * c.padded_vocab / 128) * 128)
 
 
+def cooldown_at(c: Config, step: int) -> float:
+    """The shape of the learning rate: 1, then linearly to lr_floor over the last cooldown_frac of the run."""
+    if c.cooldown_frac == 0:
+        return 1.0
+    above_floor = min(1.0, (1 - step / c.num_steps) / c.cooldown_frac)
+    return above_floor + (1 - above_floor) * c.lr_floor
+
+
 def lr_scale_at(c: Config, step: int) -> float:
-    """Flat, then linear over the last cooldown_frac of the run to lr_floor; times the square root of the batch."""
-    cooled = min(1.0, (1 - step / c.num_steps) / c.cooldown_frac) if c.cooldown_frac else 1.0
-    return (rows_at(c, step) * c.row_tokens / c.batch_tokens) ** 0.5 * (cooled + (1 - cooled) * c.lr_floor)
+    """Factor of all learning rates: the cooldown, times the square root of the step's share of batch_tokens."""
+    batch_share = rows_at(c, step) * c.row_tokens / c.batch_tokens
+    return batch_share ** 0.5 * cooldown_at(c, step)
 
 
 def momentum_at(c: Config, step: int) -> float:
@@ -1300,10 +1420,15 @@ def momentum_at(c: Config, step: int) -> float:
 
 
 def ema_rate_at(c: Config, step: int) -> float:
-    """How far the average of the tail moves towards the weights after a step: 0 before the tail, 1 at its begin."""
+    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before the
+    last ema_frac of the run, 1 (a copy) at its first step, then 3 / its length: a time constant of a third of it."""
     length = c.ema_frac * c.num_steps
-    into = step - max(0.0, c.num_steps - 1 - length)
-    return 0.0 if not c.ema_blend or into < 0 else 1.0 if into < 1 else min(1.0, 3 / length)
+    steps_inside = step - max(0.0, c.num_steps - 1 - length)
+    if c.ema_blend == 0 or steps_inside < 0:
+        return 0.0
+    if steps_inside < 1:
+        return 1.0
+    return min(1.0, 3 / length)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1626,7 +1751,7 @@ def budget(run: Run) -> str:
     starts = run.train_stream.document_starts(0, c.eod_id)
     lengths = [b - a for a, b in zip(starts, [*starts[1:], run.train_stream.starts[1]])] or [there]
     kept = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths)
-            for clip in {stage.max_doc_tokens for stage in STAGES}}
+            for clip in {stage.max_doc_tokens for stage in STAGES[c.stages]}}
     needed = sum(rows_at(c, k) * c.row_tokens / kept[stage_at(c, k).max_doc_tokens] for k in range(c.num_steps))
     text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {there:,} are there"
     epochs = needed / there
@@ -1784,7 +1909,7 @@ def self_check(run: Run, log: RunLog) -> None:
     if known > MAX_KNOWN_SHARE * len(held_out):
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
     if faults:
-        raise Failure(f"rank {run.world.rank}: self-check: " + "; ".join(faults))
+        raise Failure(f"rank {run.world.rank}: self-check: " + "; ".join(faults), one_rank=True)
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, ranks "
               f"equal, {known} of {len(held_out)} validation documents begin like one of the first training shard")
 
@@ -1884,7 +2009,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
             store.finish()                               # whatever happened: the last good checkpoint is whole
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
     if c.self_check == "on" and (faults := unequal_ranks(run)):
-        raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults))
+        raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults), one_rank=True)
     ms, tokens, memory = clock.total_ms, progress.tokens, torch.cuda.max_memory_allocated() // 2 ** 20 or None
     result |= dict(train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3), tokens_trained=tokens,
                    peak_memory_mib=memory, time_to_first_step_s=started, mfu=progress.mfu(tokens, ms))
@@ -1929,7 +2054,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
         try:
             batch = next(loader)
         except Refusal as error:
-            raise Refusal(f"rank {world.rank}, step {step + 1}: {error}") from None
+            raise Refusal(f"rank {world.rank}, step {step + 1}: {error}", one_rank=True) from None
         run.position, lr_scale = batch.position, lr_scale_at(c, step)
         stats = train_step(run, step, batch, lr_scale, len(signals)).to("cpu", non_blocking=True)
         clock.step_done()                                 # its event also says that the copy has arrived
@@ -1959,10 +2084,11 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 10. Front door
-# Parse, enter the world, train, leave. Exit codes: 0 done, 1 failed, 2 refused, 128 + signal stopped by it.
+# Parses the command line, enters the world, trains and leaves, with one message when it didn't end as planned.
+# Exit codes: 0 done, 1 failed, 2 refused, 128 + signal when a signal stopped it. An attempt changes nothing here.
 
 def main(argv: list[str]) -> int:
-    if {"--help", "-h"} & set(argv):
+    if "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
     log = world = None
@@ -1971,23 +2097,29 @@ def main(argv: list[str]) -> int:
         if config.deterministic == "on":
             torch.use_deterministic_algorithms(True)
         world = init_world(config.deterministic == "on")
-        log = RunLog(config.log_dir, world)              # before the ranks meet: a refusal of rank 0 then ends all
+        log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all
         join_group(world)
         result = train(config, world, log, overrides, argv)
         return 128 + result["signal"] if result["status"] == "stopped" else 0
-    except (Refusal, Failure, torch.OutOfMemoryError) as error:
-        status = "refused" if isinstance(error, Refusal) else "failed"
-        if isinstance(error, torch.OutOfMemoryError):
-            error = Failure(f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})")
-        if world is None or world.local == 0 or str(error).startswith("rank"):      # what all ranks say: once a host
-            print(f"train_gpt: {error}", file=sys.stderr, flush=True)
-        if log is not None:
-            log.write("result:" + json.dumps(dict(status=status, reason=str(error))))
-        return 2 if status == "refused" else 1
+    except torch.OutOfMemoryError as error:
+        text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})"
+        return report(Failure(text, one_rank=True), world, log)
+    except RunError as error:
+        return report(error, world, log)
     finally:
         if log is not None:
             log.close()
         close_world()
+
+
+def report(error: RunError, world: World | None, log: RunLog | None) -> int:
+    """Say on console and in the log why the run ended. -> exit code. What all ranks say is printed once a host."""
+    if world is None or world.local == 0 or error.one_rank:
+        print(f"train_gpt: {error}", file=sys.stderr, flush=True)
+    status, exit_code = ("refused", 2) if isinstance(error, Refusal) else ("failed", 1)
+    if log is not None:
+        log.write("result:" + json.dumps(dict(status=status, reason=str(error))))
+    return exit_code
 
 
 if __name__ == "__main__":
