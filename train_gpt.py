@@ -14,8 +14,8 @@ The rooms, in the order in which names flow (a room uses only rooms above it): 0
 """
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
-# Keeps the text of this very file for the log, before a slow import gives anyone time to edit it; then imports.
-# Importing has no side effects: no device, no thread, no environment. An attempt changes only the claim above.
+# Keeps the text of this very file for the log, before slow imports give anyone time to edit it; then imports.
+# Importing has no side effects: no device, thread or environment. An attempt changes only the claim above.
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 
 class RunError(Exception):
-    """Ends a run. Its text is one readable message; one_rank: it concerns this rank only, which then prints it."""
+    """Ends a run. Its text is one readable message; one_rank: it concerns this rank only, which prints it."""
     def __init__(self, text: str, one_rank: bool = False):
         super().__init__(text)
         self.one_rank = one_rank
@@ -74,9 +74,9 @@ class Failure(RunError):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
-# Every number of a run lives here once: first the settings with their limits and meanings (which --help prints),
-# then the presets, then how the command line is read and checked. The defaults are the record; a preset changes
-# some of them, --key=value changes one. A new setting is one line of Config, and an entry in presets that differ.
+# Every number of a run lives here once: first the settings with limits and meanings (which --help prints),
+# then the presets, then how the command line is read and checked. The defaults are the record; presets change
+# some, --key=value changes one. A new setting is one line of Config, and an entry in presets that differ.
 
 LARGEST = 2 ** 63 - 1
 
@@ -105,11 +105,11 @@ class Config:
     val_tokens: int = setting(10_485_760, "targets scored, the files' first; 0 = all there are")
     val_overlap: int = setting(2048, "tokens of context that a row of validation has before its first target")
     val_window_blocks: int = setting(20, "long window, wider than any in training", 1, 2 ** 24)
-    val_every_steps: int = setting(0, "0 = only at the end")
+    val_every_steps: int = setting(0, "steps between validations; 0 = only at the end")
     target_loss: float = setting(3.28, "stop and say so when validation reaches it; 0 = run to the end")
     # Model
     model_dim: int = setting(768, "width of the residual stream", 16, 2 ** 24)
-    num_layers: int = setting(11, "attention and MLP each", 1, 1000)
+    num_layers: int = setting(11, "blocks, each of attention and an MLP", 1, 1000)
     num_heads: int = setting(6, "of attention", 1, 2 ** 24)
     head_dim: int = setting(128, "of the values", 8, 2 ** 24)
     qk_dim: int = setting(128, "of queries and keys", 8, 2 ** 24)
@@ -143,8 +143,8 @@ class Config:
     log_every_steps: int = setting(10, "steps between lines about the training loss", low=1)
     profile_steps: int = setting(0, "so many steps (after five steps) into a Chrome trace beside the log")
     # Trust
-    checkpoint_every_steps: int = setting(0, "and at the end; 0 = only when a signal stops the run")
-    checkpoint_dir: str = setting("checkpoints", "each run keeps its last two in a folder of its own")
+    checkpoint_every_steps: int = setting(0, "and at the end; 0 = only if a signal stops the run")
+    checkpoint_dir: str = setting("checkpoints", "each run keeps its last two in a folder of its own there")
     resume: str = setting("", "folder of a checkpoint, or latest: the newest one in checkpoint_dir")
     self_check: str = setting("on", "first test causality, isolation, equal ranks, disjoint data")
     @property
@@ -155,28 +155,25 @@ class Config:
         return self.block_tokens % 128 == 0 and min(self.head_dim, self.qk_dim, self.copy_dim) >= 16
 
 
-SECTIONS = dict(               # of --help: where each begins
-    preset="Data", num_steps="Length and batch", val_tokens="Validation", model_dim="Model", lr_matrix="Optimizer",
-    seed="Machine", log_dir="Output", checkpoint_every_steps="Trust")
+SECTIONS = dict(preset="Data", num_steps="Length and batch", val_tokens="Validation", model_dim="Model",
+                lr_matrix="Optimizer", seed="Machine", log_dir="Output", checkpoint_every_steps="Trust")
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": dict(            # small batches of one size, and rates to match
-        num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2, val_tokens=2 ** 21,
-        target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3), value_layers=(3,),
-        lr_matrix=0.0195, lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.6),
+        num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2,
+        val_tokens=2 ** 21, target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3),
+        value_layers=(3,), lr_matrix=0.0195, lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.6),
     "demo": dict(              # bytes of English prose, two minutes on a CPU
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16,
-        val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0, model_dim=128,
-        num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512, long_layers=(1, 3),
-        value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4), block_tokens=32,
-        softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8,
-        checkpoint_every_steps=10 ** 6),
+        val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0,
+        model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512,
+        long_layers=(1, 3), value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4), block_tokens=32,
+        softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8, checkpoint_every_steps=10**6),
     "tiny": dict(              # three steps of a model for tests
-        max_epochs=1, num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000,
-        val_overlap=32, val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32,
-        qk_dim=32, copy_dim=32, mlp_dim=128, long_layers=(0,), value_layers=(0, 2), table_rows=1021,
-        block_tokens=16),
+        num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
+        val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
+        copy_dim=32, mlp_dim=128, long_layers=(0,), value_layers=(0, 2), table_rows=1021, block_tokens=16),
 }
 CHOICES: dict[str, tuple[str, ...]] = dict(
     preset=tuple(PRESETS), stages=("record", "sprint"),          # the names of STAGES, which room 7 holds
@@ -184,8 +181,9 @@ CHOICES: dict[str, tuple[str, ...]] = dict(
     deterministic=("on", "off"), self_check=("on", "off"))
 RESUME_MAY_CHANGE = {         # by a resumed run; the data itself is compared
     "preset", "train_files", "val_files", "max_epochs", "micro_rows", "val_tokens", "val_overlap",
-    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "deterministic", "log_dir",
-    "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume", "self_check"}
+    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "deterministic",
+    "log_dir", "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume",
+    "self_check"}
 MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
@@ -210,7 +208,7 @@ def help_text() -> str:
     """The file's docstring, then each key with the record's value, as one would type it, and its meaning."""
     lines = [__doc__, f"Presets: {', '.join(PRESETS)}. Keys with the record's values:"]
     for f in dataclasses.fields(Config):
-        if f.name in SECTIONS:
+        if f.name in SECTIONS:                 # the first key of a section
             lines.append(f"  {SECTIONS[f.name]}")
         numbers = f.default if isinstance(f.default, tuple) else (f.default,)
         option = f"--{f.name}={','.join(map(str, numbers))}"
@@ -220,15 +218,15 @@ def help_text() -> str:
 
 
 def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Config, dict]:
-    """argv (without the program) -> (Config, what was given by hand). Raises Refusal on anything it can't use."""
+    """argv (without the program) -> (Config, what was given by hand). Raises Refusal on what it can't use."""
     fields = {f.name: f for f in dataclasses.fields(Config)}
     overrides = {}
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
         key = key.replace("-", "_")
         is_switch = "on" in CHOICES.get(key, ())                 # --deterministic means --deterministic=on
-        has_value = equals or is_switch
-        if not arg.startswith("--") or not arg.isprintable() or not has_value:
+        is_complete = arg.startswith("--") and (equals or is_switch)
+        if not is_complete or not arg.isprintable():
             shown = ascii(arg)[1:-1]
             raise Refusal(f"{shown:.99}: expected --key=value in printable characters (see --help)")
         if key not in fields:
@@ -245,10 +243,10 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
 
 
 def numbers_of(value) -> tuple:
-    """The numbers in a setting's value: one, those of a tuple, or none of a text."""
-    if isinstance(value, str):
-        return ()
-    return value if isinstance(value, tuple) else (value,)
+    """The numbers in a setting's value: those of a tuple, none of a text, else the one that it is."""
+    if isinstance(value, tuple):
+        return value
+    return () if isinstance(value, str) else (value,)
 
 
 def num_parameters(c: Config) -> int:
@@ -276,9 +274,9 @@ def check_config(c: Config) -> None:
         highest = getattr(c, other) - 1
         for number in numbers_of(getattr(c, key)):
             need(number <= highest, key, f"a finite number from 0 to {other} - 1 = {highest}")
-    for key, unit in (("batch_tokens", "row_tokens"), ("row_tokens", "block_tokens"),
-                      ("val_overlap", "block_tokens")):
-        need(getattr(c, key) % getattr(c, unit) == 0, key, f"a multiple of {unit}={getattr(c, unit)}")
+    need(c.batch_tokens % c.row_tokens == 0, "batch_tokens", f"a multiple of row_tokens={c.row_tokens}")
+    need(c.row_tokens % c.block_tokens == 0, "row_tokens", f"a multiple of block_tokens={c.block_tokens}")
+    need(c.val_overlap % c.block_tokens == 0, "val_overlap", f"a multiple of block_tokens={c.block_tokens}")
     need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4")          # rotary turns pairs in half of each head
     need(c.model_dim % 16 == 0, "model_dim", "a multiple of 16")  # fp8's matrix units
     need(c.row_tokens % 16 == 0, "row_tokens", "a multiple of 16")
@@ -286,11 +284,11 @@ def check_config(c: Config) -> None:
     need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
     cap, _, width = c.softcap
     need(cap > 0 and width > 0, "softcap", "cap, shift, width; cap and width more than 0")
-    need(cap <= 80, "softcap", "a cap of at most 80: fp32 holds no exp of more")
-    need(cap <= 28 * width, "softcap", "a cap of at most 28 widths: fp8 holds no steeper gradients")
+    need(cap <= 80, "softcap", "a cap of at most 80, or exp would leave fp32")
+    need(cap <= 28 * width, "softcap", "a cap of at most 28 widths, or gradients would leave fp8")
     count = num_parameters(c)
     need(count <= MAX_PARAMETERS, "model_dim", f"at most {MAX_PARAMETERS:,} parameters, found {count:,} with "
-         "num_layers, num_heads, qk_dim, head_dim, mlp_dim, vocab_size, value_layers, table_rows, table_orders")
+         "num_layers, num_heads, widths, vocab_size, value_layers, table_rows and table_orders")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -298,8 +296,7 @@ def check_config(c: Config) -> None:
 # Finds out which process this is among how many and on which device, then lets the processes (ranks) meet.
 # This is the only room that reads or sets environment variables. An attempt changes nothing here.
 
-WAIT_S = 10                                # after which a rank says for whom it waits
-GIVE_UP = datetime.timedelta(minutes=10)   # after which a collective that a rank never reaches is an error
+WAIT_S = 10                                # after so long a rank says for whom it waits
 
 @dataclass(frozen=True)
 class World:
@@ -322,9 +319,8 @@ def read_launcher() -> tuple[int, int, int]:
     """-> rank, size, number on this host: the variables that torchrun sets, else 0, 1, 0. Raises Refusal."""
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if "SLURM_PROCID" in os.environ and tasks != "1" and "RANK" not in os.environ:
-        raise Refusal(f"SLURM_NTASKS={tasks}, but no RANK: these would be runs that know nothing of each other; "
-                      "start one torchrun a node (srun --ntasks-per-node=1 torchrun ..), or set RANK=0 for one "
-                      "process alone")
+        raise Refusal(f"SLURM_NTASKS={tasks}, but no RANK: each task would be a run of its own; start one "
+                      "torchrun a node (srun --ntasks-per-node=1 torchrun ..), or set RANK=0 for a lone run")
     try:
         rank = int(os.environ.get("RANK", 0))
         size = int(os.environ.get("WORLD_SIZE", 1))
@@ -332,8 +328,8 @@ def read_launcher() -> tuple[int, int, int]:
         if not 0 <= rank < size or local < 0:
             raise ValueError(f"{rank} of {size}, {local} on its host")
     except ValueError as error:
-        raise Refusal(f"RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, rank < size, found {error}; start "
-                      "with torchrun") from None
+        raise Refusal("RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, rank < size, found "
+                      f"{error}; start with torchrun") from None
     return rank, size, local
 
 
@@ -343,7 +339,7 @@ def init_world(deterministic: bool = False) -> World:
     if version < (2, 11):
         raise Refusal(f"torch {torch.__version__} found, expected 2.11 or newer: "
                       "pip install -r requirements.txt")
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")     # varying shapes fragment memory
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")   # varying shapes fragment memory
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank, size, local = read_launcher()
@@ -351,8 +347,7 @@ def init_world(deterministic: bool = False) -> World:
         return World(rank, size, torch.device("cpu"), local)
     count = torch.cuda.device_count()
     if local >= count:
-        raise Refusal(f"local rank {local} has no GPU: {count} found; start with --nproc_per_node={count} or "
-                      "fewer")
+        raise Refusal(f"local rank {local} has no GPU: {count} found; use --nproc_per_node={count} or fewer")
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -362,20 +357,19 @@ def init_world(deterministic: bool = False) -> World:
 def say_waiting(world: World) -> None:
     others = ", ".join(str(rank) for rank in range(world.size) if rank != world.rank)
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    print(f"train_gpt: rank {world.rank} of {world.size} on {platform.node()} has waited {WAIT_S} s at {place} for "
-          f"rank {others}; a rank that prints no such line has not come", file=sys.stderr, flush=True)
+    print(f"train_gpt: rank {world.rank} of {world.size} on {platform.node()} waits at {place} for rank "
+          f"{others}; a rank that prints no such line has not come", file=sys.stderr, flush=True)
 
 
 def join_group(world: World) -> None:
-    """Meet the other ranks. Raises Refusal when the launcher's variables don't say where, or when some don't come."""
+    """Meet the others. Raises Refusal when the launcher's variables don't say where, or one never comes."""
     if world.size == 1:
         return
     waiting = threading.Timer(WAIT_S, say_waiting, [world])
-    waiting.daemon = True
     waiting.start()
     try:
-        dist.init_process_group("nccl" if world.is_cuda else "gloo", timeout=GIVE_UP,
-                                device_id=world.device if world.is_cuda else None)
+        backend, device = ("nccl", world.device) if world.is_cuda else ("gloo", None)
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10), device_id=device)
         dist.barrier()         # a rank that refuses and leaves must not shut out one that is still connecting
     except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
         raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with "
@@ -1351,9 +1345,9 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 7. Schedules
-# Says what changes from step to step. A stage is a part of the run with one batch size, document clip, window and
-# training softmax. First come the tables of stages, then pure functions of the step, without tensors or devices.
-# To try a schedule, change a row, add a table (and its name to CHOICES of room 1), or give cooldown_at a new shape.
+# Says what changes from step to step. A stage is a part of the run with one batch size, document clip, window
+# and training softmax. First come the tables of stages, then pure functions of the step, without tensors. To
+# try one, change a row, add a table (and its name to CHOICES of room 1), or give cooldown_at a new shape.
 
 class Stage(NamedTuple):
     """A part of the run, up to where the next one begins."""
@@ -1408,7 +1402,7 @@ def cooldown_at(c: Config, step: int) -> float:
 
 
 def lr_scale_at(c: Config, step: int) -> float:
-    """Factor of all learning rates: the cooldown, times the square root of the step's share of batch_tokens."""
+    """Factor of all learning rates: cooldown times the square root of the step's share of batch_tokens."""
     batch_share = rows_at(c, step) * c.row_tokens / c.batch_tokens
     return batch_share ** 0.5 * cooldown_at(c, step)
 
@@ -1420,8 +1414,9 @@ def momentum_at(c: Config, step: int) -> float:
 
 
 def ema_rate_at(c: Config, step: int) -> float:
-    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before the
-    last ema_frac of the run, 1 (a copy) at its first step, then 3 / its length: a time constant of a third of it."""
+    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before
+    the last ema_frac of the run, 1 (a copy) after its first step, then 3 / its length in steps: the average
+    forgets with a time constant of a third of it."""
     length = c.ema_frac * c.num_steps
     steps_inside = step - max(0.0, c.num_steps - 1 - length)
     if c.ema_blend == 0 or steps_inside < 0:
@@ -2084,8 +2079,8 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 10. Front door
-# Parses the command line, enters the world, trains and leaves, with one message when it didn't end as planned.
-# Exit codes: 0 done, 1 failed, 2 refused, 128 + signal when a signal stopped it. An attempt changes nothing here.
+# Parses the command line, enters the world, trains and leaves, with one message if it didn't end as planned.
+# Exit codes: 0 done, 1 failed, 2 refused, 128 + signal if one stopped it. An attempt changes nothing here.
 
 def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
@@ -2113,7 +2108,7 @@ def main(argv: list[str]) -> int:
 
 
 def report(error: RunError, world: World | None, log: RunLog | None) -> int:
-    """Say on console and in the log why the run ended. -> exit code. What all ranks say is printed once a host."""
+    """Say on console and in the log why a run ended. -> exit code. What all ranks say, one a host prints."""
     if world is None or world.local == 0 or error.one_rank:
         print(f"train_gpt: {error}", file=sys.stderr, flush=True)
     status, exit_code = ("refused", 2) if isinstance(error, Refusal) else ("failed", 1)
