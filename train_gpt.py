@@ -168,8 +168,9 @@ PRESETS: dict[str, dict] = {
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16,
         val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0,
         model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512,
-        long_layers=(1, 3), value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4), block_tokens=32,
-        softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8, checkpoint_every_steps=10**6),
+        long_layers=(1, 3), value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4),
+        block_tokens=32, softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8,
+        checkpoint_every_steps=10 ** 6),
     "tiny": dict(              # three steps of a model for tests
         num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
         val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,

@@ -148,7 +148,7 @@ def hide_gpus():
 def without_launcher(monkeypatch):
     """No variable of a launcher in the environment, none left behind by the script, and no GPU to be seen."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
 

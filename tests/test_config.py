@@ -1,10 +1,10 @@
 """Room 1: defaults are the record, presets are legal, and every option that can't be used gets one readable line."""
-import ast
 import dataclasses
 import math
 import re
 
 import pytest
+from model_helpers import SMALL
 
 
 def refusal(tg, *argv):
@@ -24,6 +24,7 @@ def test_the_promised_keys_and_presets_are_there(tg):
     assert {"record", "sprint", "demo", "tiny"} <= set(tg.PRESETS)
 
 
+@pytest.mark.recipe
 def test_defaults_are_the_record_in_numbers(tg):
     c = tg.Config()
     assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.qk_dim, c.mlp_dim) == (11, 768, 6, 128, 128, 3072)
@@ -34,14 +35,15 @@ def test_defaults_are_the_record_in_numbers(tg):
     assert (c.table_rows, c.table_orders, c.val_window_blocks) == (4_194_301, (2, 3), 20)
 
 
+@pytest.mark.recipe
 def test_the_sprint_is_the_record_on_one_gpu(tg):
     c = tg.parse_config(["--preset=sprint"])[0]
     assert (c.num_steps, c.batch_tokens, c.target_loss, c.val_tokens) == (1230, 65_536, 3.48, 2_097_152)
-    assert (c.batch_shares, c.num_layers, c.num_heads) == ((1.0,), 4, 4)
+    assert (c.stages, c.num_layers, c.num_heads) == ("sprint", 4, 4)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):
-    assert tg.Config().padded_vocab == 50_304
+    assert tg.Config(vocab_size=50_257).padded_vocab == 50_304
     assert tg.Config(vocab_size=128).padded_vocab == 128
     assert tg.Config(vocab_size=129).padded_vocab == 256
 
@@ -63,10 +65,10 @@ def test_overrides_take_the_type_of_their_field(tg):
     config, overrides = tg.parse_config(["--preset=tiny", "--num_steps=7", "--lr_matrix=1e-3", "--long_layers=0,1",
                                          "--train_files=a=b,*.bin", "--compile=on", "--fp8=off", "--deterministic",
                                          "--micro_rows=auto", "--value_layers=", "--softcap=30,0,7.5",
-                                         "--batch_shares=.5,1"])
+                                         "--stages=sprint"])
     assert overrides == dict(num_steps=7, lr_matrix=1e-3, long_layers=(0, 1), train_files="a=b,*.bin", compile="on",
                              fp8="off", deterministic="on", micro_rows=0, value_layers=(), softcap=(30, 0, 7.5),
-                             batch_shares=(0.5, 1.0))
+                             stages="sprint")
     assert {key: getattr(config, key) for key in overrides} == overrides
     assert config.model_dim == tg.PRESETS["tiny"]["model_dim"]
 
@@ -95,23 +97,21 @@ def test_config_is_frozen(tg):
     (["--val_tokens=-1"], ["--val_tokens=-1", "from 0"]),
     (["--lr_head=nan"], ["--lr_head=nan", "finite"]),
     (["--lr_head=inf"], ["--lr_head=inf", "finite"]),
-    (["--batch_tokens=100000"], ["--batch_tokens=100000", "row_tokens=16384"]),
+    (["--batch_tokens=100000", "--row_tokens=16384"], ["--batch_tokens=100000", "row_tokens=16384"]),
     (["--preset=tiny", "--row_tokens=100", "--batch_tokens=1000"], ["--row_tokens=100", "block_tokens=16"]),
-    (["--val_overlap=1000"], ["--val_overlap=1000", "block_tokens=128"]),
-    (["--val_overlap=16384"], ["--val_overlap=16384", "row_tokens - 1 = 16383"]),
+    (["--val_overlap=1000", "--block_tokens=128"], ["--val_overlap=1000", "block_tokens=128"]),
+    (["--val_overlap=16384", "--row_tokens=16384"], ["--val_overlap=16384", "row_tokens - 1 = 16383"]),
     (["--val_window_blocks=0"], ["--val_window_blocks=0", "from 1"]),
     (["--qk_dim=10"], ["--qk_dim=10", "multiple of 4"]),
     (["--eod_id=50257"], ["--eod_id=50257", "50257"]),
     (["--vocab_size=65537"], ["--vocab_size=65537", "65536"]),
-    (["--long_layers=11"], ["--long_layers", "num_layers - 1 = 10"]),
-    (["--value_layers=-1"], ["--value_layers", "10"]),
-    (["--value_layers=1,11"], ["--value_layers", "10"]),
+    (["--long_layers=11", "--num_layers=11"], ["--long_layers", "num_layers - 1 = 10"]),
+    (["--value_layers=-1"], ["--value_layers", "from 0"]),
+    (["--value_layers=1,11", "--num_layers=11"], ["--value_layers", "num_layers - 1 = 10"]),
     (["--copy_dim=0"], ["--copy_dim=0", "from 8"]),
     (["--table_orders=2,5"], ["--table_orders=(2, 5)", "from 1 to 4"]),
     (["--table_orders="], ["--table_orders=()", "at least one"]),
-    (["--batch_shares="], ["--batch_shares=()", "at least one number"]),
-    (["--batch_shares=0.5,0"], ["--batch_shares=(0.5, 0.0)", "from 0.0009765625 to 1"]),
-    (["--batch_shares=0.5,nan"], ["--batch_shares=(0.5, nan)", "finite"]),
+    (["--stages=none"], ["--stages=none", "one of record, sprint"]),
     (["--softcap=23,5"], ["--softcap=(23.0, 5.0)", "cap, shift, width"]),
     (["--softcap=23,5,0"], ["--softcap=(23.0, 5.0, 0.0)", "more than 0"]),
     (["--softcap=400,5,7.5"], ["--softcap=(400.0,", "at most 80"]),                       # fp32's exp would underflow
@@ -131,8 +131,8 @@ def test_config_is_frozen(tg):
     (["--preset=tiny", "--row_tokens=4", "--batch_tokens=4", "--val_overlap=0", "--block_tokens=4"],
      ["--row_tokens=4", "from 8"]),
     (["--batch_tokens=1125899906842624"], ["--batch_tokens=1125899906842624", "67108864"]),
-    (["--preset=sprint", "--num_layers=3"], ["--long_layers=(1, 3)", "num_layers - 1 = 2"]),
-    (["--vocab_size=100"], ["--eod_id=50256", "vocab_size - 1 = 99"]),
+    (["--num_layers=3", "--long_layers=1,3"], ["--long_layers=(1, 3)", "num_layers - 1 = 2"]),
+    (["--vocab_size=100", "--eod_id=50256"], ["--eod_id=50256", "vocab_size - 1 = 99"]),
     (["--seed=1\n2"], ["--seed=1\\n2", "printable"]),
     (["--train_files=\x1b[31m*.bin"], ["--train_files=\\x1b", "printable"]),
     (["--log_dir=\udc80"], ["--log_dir=\\udc80", "printable"]),
@@ -150,12 +150,52 @@ def test_a_long_value_is_shown_in_part(tg):
 
 
 def test_each_option_is_a_field_and_help_shows_its_default(tg):
+    """As one types it: the shown options, given together, are the record. Each has a meaning, each section a head."""
     text = tg.help_text()
-    shown = dict(re.findall(r"^  --(\w+)=(.*?)(?:  +#.*)?$", text, re.M))
-    assert {key: ast.literal_eval(value) for key, value in shown.items()} == dataclasses.asdict(tg.Config())
-    assert "# Adam, output head and gates" in text                      # and what it means
-    for preset in tg.PRESETS:
-        assert preset in text
+    shown = re.findall(r"^    (--(\w+)=\S*) +\S.{4,}$", text, re.M)
+    assert [key for _, key in shown] == [f.name for f in dataclasses.fields(tg.Config)]
+    assert tg.parse_config([option for option, _ in shown])[0] == tg.Config()
+    assert "Adam, output head and gates" in text and "(auto | flex | dense)" in text
+    assert set(tg.SECTIONS) <= {key for _, key in shown}
+    assert all(f"\n  {head}\n" in text for head in tg.SECTIONS.values())
+    assert ", ".join(tg.PRESETS) in text
+
+
+def test_the_names_of_stages_are_those_of_the_tables(tg):
+    """Room 1 can't look into room 7."""
+    assert set(tg.CHOICES["stages"]) == set(tg.STAGES)
+    assert {tg.parse_config([f"--preset={name}"])[0].stages for name in tg.PRESETS} <= set(tg.STAGES)
+
+
+def test_every_choice_and_every_key_that_resume_may_change_is_a_setting(tg):
+    keys = {f.name for f in dataclasses.fields(tg.Config)}
+    assert set(tg.CHOICES) <= keys and tg.RESUME_MAY_CHANGE <= keys
+
+
+@pytest.mark.recipe
+def test_a_resumed_run_may_not_change_what_decides_the_curve(tg):
+    assert {f.name for f in dataclasses.fields(tg.Config)} - tg.RESUME_MAY_CHANGE == set("""
+        vocab_size eod_id num_steps batch_tokens stages row_tokens model_dim num_layers num_heads head_dim qk_dim
+        mlp_dim long_layers value_layers copy_dim table_rows table_orders block_tokens attention_scale softcap
+        lr_matrix lr_embed lr_head lr_scalar lr_table cooldown_frac lr_floor ema_frac ema_blend seed""".split())
+
+
+@pytest.mark.parametrize("changes", [{}, dict(value_layers=(0, 1, 2)), dict(table_orders=(2, 3, 4)), dict(qk_dim=16),
+                                     dict(mlp_dim=512, num_layers=2, long_layers=(1,), value_layers=())])
+def test_the_number_of_parameters_is_that_of_the_model(tg, changes):
+    c = tg.Config(**{**SMALL, "model_dim": 64, "head_dim": 32, "table_rows": 10_007, **changes})
+    built = sum(p.numel() for p in tg.GPT(c).parameters())
+    assert 0 <= built - tg.num_parameters(c) < 0.02 * built
+
+
+@pytest.mark.parametrize("sizes, legal", [
+    (dict(table_rows=6_000_000), True), (dict(table_rows=7_000_000), False), (dict(mlp_dim=2 ** 20), False)])
+def test_ten_billion_parameters_are_the_limit(tg, sizes, legal):
+    argv = ["--model_dim=768", "--num_layers=11", "--table_orders=2,3", *(f"--{k}={v}" for k, v in sizes.items())]
+    if legal:
+        tg.parse_config(argv)
+    else:
+        assert "at most 10,000,000,000 parameters" in refusal(tg, *argv)
 
 
 def test_every_number_of_the_defaults_is_finite(tg):

@@ -4,9 +4,12 @@ Every check reads the source ($TRAIN_GPT or train_gpt.py) and returns a list of 
 what was found, what is allowed. The second half of this file proves on a small synthetic script that each can fail.
 """
 import ast
+import builtins
+import importlib.util
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,7 +17,7 @@ import tokenize
 from typing import NamedTuple
 
 import pytest
-from rank_helpers import train_gpt_path
+from rank_helpers import ROOT, train_gpt_path
 
 
 class Room(NamedTuple):
@@ -24,22 +27,25 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room("Door", 60, ()),
-    Room("Configuration", 150, ()),
-    Room("World", 60, ()),
-    Room("Kernels", 330, ()),
-    Room("Optimizer", 260, (2, 3)),
-    Room("Model", 300, (1, 3)),
-    Room("Data", 175, ()),
-    Room("Schedules", 80, (1,)),
+    Room("Door", 50, ()),
+    Room("Configuration", 185, ()),
+    Room("World", 75, ()),
+    Room("Kernels", 420, ()),
+    Room("Optimizer", 245, (2, 3)),
+    Room("Model", 270, (1, 3)),
+    Room("Data", 190, ()),
+    Room("Schedules", 60, (1,)),
     Room("Log and checkpoint", 240, (1, 2)),
-    Room("Training", 400, (1, 2, 3, 4, 5, 6, 7, 8)),
+    Room("Training", 360, (1, 2, 3, 4, 5, 6, 7, 8)),
     Room("Front door", 40, (1, 2, 8, 9)),
 )
 DOOR, CONFIGURATION, WORLD, KERNELS, OPTIMIZER, MODEL, DATA, SCHEDULES, LOG, TRAINING, FRONT_DOOR = range(len(ROOMS))
 
 RULE = "# " + "-" * 118
-FILE_CODE_CAP, FILE_LINE_CAP, COLUMN_CAP = 1500, 2000, 120
+FILE_CODE_CAP, FILE_LINE_CAP, COLUMN_CAP = 1900, 2700, 110
+ATTEMPT_SPARE = 100     # lines that an attempt (another file than the root's) may have above each of these ceilings
+TABLE, END_OF_TABLE = "# table", "# end of table"       # between these lines rows may be wider than COLUMN_CAP
+HEAD_LINES = range(2, 10)       # comment lines under a room's title
 FUNCTION_CAP, FORWARD_CAP = 80, 60
 
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -63,8 +69,8 @@ class Use(NamedTuple):
 class Script:
     """A training script taken apart: rooms, lines of code, definitions and uses."""
 
-    def __init__(self, source):
-        self.source = source
+    def __init__(self, source, spare=0):
+        self.source, self.spare = source, spare
         self.lines = source.splitlines()
         self.tree = ast.parse(source)
         self.code_lines = find_code_lines(source, self.tree)
@@ -264,8 +270,9 @@ def check_banners(script):
             if not text.startswith("#") or text == RULE:
                 break
             contract += bool(text.strip("# "))
-        if not 1 <= contract <= 4:
-            faults.append(f"{script.where(line)}: contract of {contract} comment lines, allowed: 1 to 4")
+        if contract not in HEAD_LINES:
+            faults.append(f"{script.where(line)}: contract of {contract} comment lines, allowed: {HEAD_LINES[0]} to "
+                          f"{HEAD_LINES[-1]}")
     if len(titles) < len(wanted):
         missing = [title for title in wanted if title not in titles]
         faults.append(f"whole file: {len(titles)} banners, allowed: {len(wanted)}; missing: {', '.join(missing)}")
@@ -281,23 +288,31 @@ def check_room_sizes(script):
     counts = [0] * len(ROOMS)
     for line in script.code_lines:
         counts[min(script.room(line), len(ROOMS) - 1)] += 1
-    return [f"room {number} ({room.title}): {count} lines of code, allowed: {room.cap}"
-            for number, (room, count) in enumerate(zip(ROOMS, counts, strict=True)) if count > room.cap]
+    return [f"room {number} ({room.title}): {count} lines of code, allowed: {room.cap + script.spare}"
+            for number, (room, count) in enumerate(zip(ROOMS, counts, strict=True)) if count > room.cap + script.spare]
 
 
 def check_file_size(script):
     faults = []
-    if len(script.code_lines) > FILE_CODE_CAP:
-        faults.append(f"whole file: {len(script.code_lines)} lines of code, allowed: {FILE_CODE_CAP}")
-    if len(script.lines) > FILE_LINE_CAP:
-        faults.append(f"whole file: {len(script.lines)} lines, allowed: {FILE_LINE_CAP}")
+    for count, what, cap in ((len(script.code_lines), "lines of code", FILE_CODE_CAP + script.spare),
+                             (len(script.lines), "lines", FILE_LINE_CAP + script.spare)):
+        if count > cap:
+            faults.append(f"whole file: {count} {what}, allowed: {cap}")
     return faults
 
 
 def check_text(script):
-    faults = []
+    faults, in_table = [], False
     for number, line in enumerate(script.lines, 1):
-        if len(line) > COLUMN_CAP:
+        if line.strip() in (TABLE, END_OF_TABLE):
+            opens = line.strip() == TABLE
+            if opens == in_table:
+                faults.append(f"{script.where(number)}: '{line.strip()}' without its counterpart")
+            in_table = opens
+        if line == RULE and in_table:
+            faults.append(f"{script.where(number)}: a room begins inside a table, allowed: '{END_OF_TABLE}' before")
+            in_table = False
+        if len(line) > COLUMN_CAP and line != RULE and not in_table:
             faults.append(f"{script.where(number)}: {len(line)} columns, allowed: {COLUMN_CAP}")
         if not line.isascii():
             odd = next(character for character in line if not character.isascii())
@@ -393,10 +408,10 @@ def check_arguments(script):
 
 
 def check_layer_literals(script):
-    """A forward that asks `i == 3` is a table that was not written."""
+    """A function of the model that asks `i == 3` is a table that was not written."""
     faults = []
     for name, node in script.functions():
-        if node.name != "forward" or script.room(node.lineno) != MODEL:
+        if script.room(node.lineno) != MODEL:
             continue
         for compare in (inner for inner in ast.walk(node) if isinstance(inner, ast.Compare)):
             sides = [compare.left, *compare.comparators]
@@ -479,7 +494,8 @@ def check_import(path, folder):
 
 @pytest.fixture(scope="module")
 def script():
-    return Script(train_gpt_path().read_text(encoding="utf-8"))
+    spare = 0 if train_gpt_path() == ROOT / "train_gpt.py" else ATTEMPT_SPARE
+    return Script(train_gpt_path().read_text(encoding="utf-8"), spare)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[len("check_"):])
@@ -491,6 +507,43 @@ def test_contract(script, check):
 def test_importing_does_nothing(tmp_path):
     faults = check_import(train_gpt_path(), tmp_path)
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_the_source_in_the_log_is_the_text_that_runs_byte_for_byte(tmp_path, monkeypatch, line_end):
+    """The file is edited at the first import that takes time, and before torch's."""
+    path = tmp_path / "edited.py"
+    text = train_gpt_path().read_text(encoding="utf-8").replace("\n", line_end).encode()
+    path.write_bytes(text)
+    spec = importlib.util.spec_from_file_location("edited", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "edited", module)
+    real, imported = builtins.__import__, []
+
+    def import_and_edit(name, globals=None, *rest):
+        if globals is vars(module):
+            imported.append(name)
+            if name != "pathlib":
+                path.write_text("print('edited')\n")
+        return real(name, globals, *rest)
+    monkeypatch.setattr(builtins, "__import__", import_and_edit)
+    spec.loader.exec_module(module)
+    assert "torch" in imported and path.read_text() == "print('edited')\n"
+    assert module.SOURCE.encode() == text
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_checkout_for_windows_keeps_the_line_ends(tmp_path):
+    git = ["git", "-c", "core.autocrlf=true", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    shutil.copy(ROOT / ".gitattributes", tmp_path)
+    kept = {"run.sh": b"echo 1\n", "train_gpt.py": b"x = 1\n", "records/a/log.txt": b"x = 1\r\ny = 1\n"}
+    for name, content in kept.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    commands = "init -q", "add -A", "commit -qm all", "rm -rq run.sh train_gpt.py records", "checkout HEAD ."
+    for command in commands:
+        subprocess.run([*git, *command.split()], check=True, capture_output=True, timeout=60)
+    assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
 
 
 # ---- the checks themselves -------------------------------------------------------------------------------------------
@@ -575,7 +628,7 @@ def synthetic(**changes):
     bodies = re.split(r"\n# \d+\. .*\n", GOOD_SCRIPT)[1:]
     for number, (room, body) in enumerate(zip(ROOMS, bodies, strict=True)):
         body += "\n" + changes.get(f"room{number}", "")
-        text += f"{RULE}\n# {number}. {room.title}\n# A contract.\n\n{body}\n\n"
+        text += f"{RULE}\n# {number}. {room.title}\n# A contract.\n# Its words.\n\n{body}\n\n"
     return text
 
 
@@ -595,17 +648,23 @@ BAD_TEXT = [  # check, where it is said to be, what is said, how the good text i
      lambda text: text.replace("# 4. Optimizer", "# 4. Model")),
     (check_banners, "", "'# 6. Data', allowed here: '# 5. Model'", lambda text: text.replace("# 5. Model", "# Model")),
     (check_banners, "", "missing: Front door", lambda text: text[:text.index(f"{RULE}\n# 10.")]),
-    (check_banners, "", "no further room", lambda text: text + f"{RULE}\n# 11. Attic\n# A contract.\n"),
+    (check_banners, "", "no further room", lambda text: text + f"{RULE}\n# 11. Attic\n# A contract.\n# Its words.\n"),
     (check_banners, "line 2:", "rule of 121 characters", lambda text: text.replace(RULE, RULE + "-", 1)),
-    (check_banners, "room 0 (Door)", "contract of 0", lambda text: text.replace("# A contract.\n", "", 1)),
-    (check_banners, "room 0 (Door)", "contract of 5",
-     lambda text: text.replace("# A contract.\n", "# A contract.\n" * 5, 1)),
+    (check_banners, "room 0 (Door)", "contract of 1", lambda text: text.replace("# A contract.\n", "", 1)),
+    (check_banners, "room 0 (Door)", "contract of 10",
+     lambda text: text.replace("# A contract.\n", "# A contract.\n" * 9, 1)),
     (check_banners, "line 1", "no module docstring", lambda text: text.replace('"""A claim."""\n', "")),
     (check_banners, "line 2", "between the module docstring",
      lambda text: text.replace('m."""\n', 'm."""\nimport os\n')),
-    (check_file_size, "whole file", "1501", lambda text: "x = 1\n" * 1501),
-    (check_file_size, "whole file", "2001 lines", lambda text: "# x\n" * 2001),
-    (check_text, "room 10 (Front door)", "121 columns", lambda text: text + "#" * 121 + "\n"),
+    (check_file_size, "whole file", "1901", lambda text: "x = 1\n" * 1901),
+    (check_file_size, "whole file", "2701 lines", lambda text: "# x\n" * 2701),
+    (check_text, "room 10 (Front door)", "111 columns", lambda text: text + "#" * 111 + "\n"),
+    (check_text, "room 10 (Front door)", "112 columns",
+     lambda text: text + f"    # table\n{'#' * 120}\n    # end of table\n{'#' * 112}\n"),
+    (check_text, "room 10 (Front door)", "'# table' without", lambda text: text + "# table\n# table\n"),
+    (check_text, "room 10 (Front door)", "'# end of table' without", lambda text: text + "# end of table\n"),
+    (check_text, "room 1 (Configuration)", "a room begins inside a table",
+     lambda text: text.replace("# 0. Door\n", "# 0. Door\n# table\n")),
     (check_text, "room 10 (Front door)", r"'\xb5', allowed: ASCII", lambda text: text + "# \u00b5\n"),
 ]
 
@@ -661,7 +720,7 @@ BAD_ROOMS = [  # check, room, code appended to it, what is said
     (check_layer_literals, MODEL, "class B:\n    def forward(self, x):\n        for i in x:\n            x += i == 3\n",
      "literal 3"),
     (check_layer_literals, MODEL,
-     "class B:\n    def forward(self, x, layer_idx):\n        return layer_idx in (0, 7)\n", "literal 0"),
+     "class B:\n    def hidden(self, x, layer_idx):\n        return layer_idx in (0, 7)\n", "literal 0"),
 ]
 
 
@@ -682,6 +741,7 @@ INNOCENT = [  # room, code that a rough check would take for a violation
     (MODEL, "class B:\n    def forward(self, x, dim):\n        return x if dim == 3 else x + 1\n"),
     (KERNELS, "def f():\n" + "    # comment\n" * 90 + "    return 1\n"),
     (KERNELS, "def f():\n    '''" + "doc\n" * 90 + "    '''\n"),
+    (SCHEDULES, f"# table\nrows = (\n    {'1, ' * 36}\n)\n# end of table\n"),
     (OPTIMIZER, "def f(x):\n    return dist.reduce_scatter_tensor(x), torch.distributed.get_rank()\n"),
     (WORLD, "def f():\n    import datetime\n    return datetime.timedelta(minutes=1)\n"),
     (LOG, "def f():\n    return torch.distributed.checkpoint.load({})\n"),
@@ -693,6 +753,13 @@ def test_innocent_code_is_left_alone(room, code):
     script = Script(synthetic(**{f"room{room}": code}))
     faults = [fault for check in CHECKS for fault in check(script)]
     assert faults == []
+
+
+def test_an_attempt_has_lines_to_spare_and_the_script_of_the_root_has_none(script):
+    code = "x = 1\n" * (ROOMS[DATA].cap + 50)
+    assert check_room_sizes(Script(synthetic(room6=code))) and not check_room_sizes(Script(synthetic(room6=code), 100))
+    assert not check_file_size(Script("x = 1\n" * 2000, 100)) and check_file_size(Script("x = 1\n" * 2001, 100))
+    assert script.spare == (0 if train_gpt_path() == ROOT / "train_gpt.py" else 100)
 
 
 def test_lines_of_code_are_counted_as_readers_count():

@@ -633,8 +633,8 @@ def test_epochs_are_counted_in_the_log(files, tmp_path):
 
 
 def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, monkeypatch):
-    monkeypatch.setattr(tg, "STAGES", (tg.Stage(1.0, 10, 3, 0.0),))
-    run = small_run(files, max_epochs=4, batch_shares=(1.0,))
+    monkeypatch.setitem(tg.STAGES, "record", (tg.Stage(1.0, 10, 3, 0.0),))
+    run = small_run(files, max_epochs=4)
     starts = run.train_stream.document_starts(0, EOD)
     lengths = [b - a for a, b in zip(starts, [*starts[1:], run.train_stream.starts[1]])]
     needed = 3 * 1536 * sum(lengths) / sum(min(n, 10) for n in lengths)
@@ -653,7 +653,7 @@ def test_the_budget_counts_the_last_document_of_the_first_shard(tg, tmp_path, le
     for k in range(2):
         (tmp_path / f"t_{k}.bin").write_bytes(raw_shard(tokens))
     (tmp_path / "v_0.bin").write_bytes(raw_shard(tokens[:-1]))
-    clip, needed = max(stage.max_doc_tokens for stage in tg.STAGES), 0
+    clip, needed = max(stage.max_doc_tokens for stage in tg.STAGES["record"]), 0
     run = small_run(dict(train_files=f"{tmp_path}/t_*.bin", val_files=f"{tmp_path}/v_*.bin"), max_epochs=99)
     assert clip < max(lengths)
     for step in range(run.config.num_steps):
