@@ -36,7 +36,8 @@ def test_help_lists_every_key_and_starts_nothing(tg, capfd, monkeypatch, argv):
         monkeypatch.setattr(tg, name, None)
     assert tg.main(argv) == 0
     out, err = capfd.readouterr()
-    assert "--num_steps=1216" in out and "torchrun --standalone" in out and "sprint" in out and err == ""
+    assert err == "" and f"--num_steps={tg.Config().num_steps} " in out
+    assert "torchrun --standalone" in out and "sprint" in out
 
 
 @pytest.mark.parametrize("argv, part", [
@@ -71,6 +72,27 @@ def test_a_failure_ends_with_exit_code_1(tg, capfd, monkeypatch, tmp_path):
     assert capfd.readouterr().err == "train_gpt: step 3: it broke\n"
     [log] = (tmp_path / "logs").iterdir()
     assert '"failed"' in log.read_text()
+
+
+@pytest.mark.parametrize("local, one_rank, said", [(0, False, 1), (1, False, 0), (1, True, 1)])
+def test_what_all_ranks_say_is_printed_once_a_host_and_what_one_says_by_itself(tg, capfd, monkeypatch, tmp_path, local,
+                                                                               one_rank, said):
+    def fail(*args):
+        raise tg.Failure("it broke", one_rank=one_rank)
+    monkeypatch.setattr(tg, "train", fail)
+    monkeypatch.setattr(tg, "join_group", lambda world: None)
+    for key, value in (("RANK", local), ("LOCAL_RANK", local), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(key, str(value))
+    assert tg.main([f"--log_dir={tmp_path}/logs"]) == 1
+    assert capfd.readouterr().err.count("train_gpt: it broke") == said
+
+
+def test_running_out_of_memory_is_a_failure_that_names_the_rank(tg, capfd, monkeypatch, tmp_path):
+    def fail(*args):
+        raise torch.OutOfMemoryError("no 2 GiB")
+    monkeypatch.setattr(tg, "train", fail)
+    assert tg.main([f"--log_dir={tmp_path}/logs"]) == 1
+    assert re.fullmatch(r"train_gpt: rank 0: out of memory; .*--micro_rows.*\(no 2 GiB\)\n", capfd.readouterr().err)
 
 
 def test_a_bug_is_not_dressed_up_as_a_refusal(tg, monkeypatch, tmp_path):

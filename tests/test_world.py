@@ -101,3 +101,39 @@ def test_a_port_in_use_is_one_line(tg, monkeypatch):
         with pytest.raises(tg.Refusal, match="WORLD_SIZE=2, but no meeting point.*torchrun") as refused:
             tg.join_group(tg.init_world())
     assert len(str(refused.value).splitlines()) == 1
+
+
+def wait_for_the_others(rank, size):
+    """Rank 0 comes at once, rank 1 a second later; -> what rank 0 says."""
+    import contextlib
+    import io
+    import time
+    hide_gpus()
+    tg, err = load_train_gpt(), io.StringIO()
+    tg.WAIT_S = 0.3
+    if rank == 1:
+        time.sleep(1.0)
+    with contextlib.redirect_stderr(err):
+        tg.join_group(tg.init_world())
+        time.sleep(0.5)                             # a timer that still runs would speak now
+    tg.close_world()
+    return err.getvalue()
+
+
+def test_a_rank_says_for_whom_it_waits_and_where(run_ranks):
+    first, late = run_ranks(2, wait_for_the_others)
+    assert first.count("\n") == 1 and "rank 0 of 2" in first and "127.0.0.1:" in first and "for rank 1;" in first
+    assert late == ""
+
+
+def test_tasks_of_slurm_without_a_launcher_are_refused_and_a_lone_one_is_not(tg, monkeypatch):
+    without_launcher(monkeypatch)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    with pytest.raises(tg.Refusal, match="SLURM_NTASKS=2, but no RANK.*torchrun.*RANK=0"):
+        tg.init_world()
+    monkeypatch.setenv("RANK", "0")                 # as the message advises, and as torchrun does
+    assert tg.init_world() == tg.World()
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert tg.init_world() == tg.World()
