@@ -74,7 +74,7 @@ def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real
 def test_a_tampered_source_is_seen(tg, real_log, logs):
     path = real_log[0]
     text = path.read_text()
-    path.write_text(text.replace("lr_matrix: float = 0.0", "lr_matrix: float = 0.1", 1))
+    path.write_text(text.replace("lr_matrix: float = setting(0.0", "lr_matrix: float = setting(0.1", 1))
     assert not logs.parse_log(path).sha_matches
 
 
