@@ -1,7 +1,7 @@
 """train_gpt: one file that trains a GPT-2-class language model to a target validation loss, fast.
 
-Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus a fifth of the January 2025 record's time
-(records/).
+Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus, a fifth of the time of the record of
+January 2025 (records/).
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py      the record recipe on 8 GPUs
     python train_gpt.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'
@@ -9,8 +9,9 @@ Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus a fifth of
     ./run.sh                                                   what this machine can do, from laptop to 8 GPUs
     python train_gpt.py --help                                 every key and its default
 
-The rooms, in the order in which names flow (a room uses only rooms above it): 0 Door, 1 Configuration, 2 World,
-3 Kernels, 4 Optimizer, 5 Model, 6 Data, 7 Schedules, 8 Log and checkpoint, 9 Training, 10 Front door.
+The rooms, in the order in which names flow (a room uses only rooms above it): 0 Door, 1 Configuration,
+2 World, 3 Kernels, 4 Optimizer, 5 Model, 6 Data, 7 Schedules, 8 Log and checkpoint, 9 Training,
+10 Front door.
 """
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
@@ -356,6 +357,7 @@ def init_world(deterministic: bool = False) -> World:
 
 
 def say_waiting(world: World) -> None:
+    """One line on the console of a rank that the others keep waiting."""
     others = ", ".join(str(rank) for rank in range(world.size) if rank != world.rank)
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     print(f"train_gpt: rank {world.rank} of {world.size} on {platform.node()} waits at {place} for rank "
