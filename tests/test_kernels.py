@@ -246,8 +246,8 @@ def test_shifts_move_along_rows_and_neighbours_share_a_segment(tg):
     assert tg.shift(x).tolist() == [[0, 1, 2, 3]] and tg.shift(x, 3, fill=-1).tolist() == [[-1, -1, -1, 1]]
     assert torch.equal(tg.shift(x[..., None].expand(1, 4, 2), 2)[..., 1], torch.tensor([[0, 0, 1, 2]]))
     segments = torch.tensor([[0, 1, 1, 2]])
-    assert tg.neighbour(segments, 1).tolist() == [[False, False, True, False]]
-    assert tg.neighbour(segments, 0).all() and not tg.neighbour(segments, 2).any()
+    assert tg.same_document(segments, 1).tolist() == [[False, False, True, False]]
+    assert tg.same_document(segments, 0).all() and not tg.same_document(segments, 2).any()
 
 
 def test_segments_count_document_starts_within_their_row(tg):
@@ -359,10 +359,10 @@ def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8)
     assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, bf16)
     assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, bf16)
     assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, bf16)
-    assert tg.choose_kernels(gpu, compile="off") == tg.Kernels(False, False, False, bf16)
+    assert tg.choose_kernels(gpu, compilation="off") == tg.Kernels(False, False, False, bf16)
     assert tg.choose_kernels(gpu, fits_flex=False) == tg.Kernels(True, False, fp8, bf16)
     with pytest.raises(tg.Refusal, match="--fp8=on: it needs compilation"):
-        tg.choose_kernels(gpu, compile="off", fp8="on")
+        tg.choose_kernels(gpu, compilation="off", fp8="on")
     with pytest.raises(tg.Refusal, match="--attention=flex.*block_tokens=128"):
         tg.choose_kernels(gpu, attention="flex", fits_flex=False)
     if not fp8:

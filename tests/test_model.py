@@ -160,11 +160,11 @@ def test_attention_is_its_formula(tg, with_ve):
     x = torch.randn(2, 32, c.model_dim)
     ve = torch.randn(2, 32, c.num_heads * c.head_dim) if with_ve else None
     segments = tg.segment_ids(random_tokens(2, 32), EOD)
-    mask = tg.dense_mask(segments, blocks(3), 8)._replace(previous_BT=tg.neighbour(segments, 1))
+    mask = tg.dense_mask(segments, blocks(3), 8)._replace(offset_keys=torch.ones((), dtype=torch.bool))
     tables = tg.rotary_tables(32, c.qk_dim, x)
     with torch.no_grad():
         got = layer(x, ve, mask, tables)
-        told = layer, x, ve, mask.dense, mask.previous_BT, tables, c
+        told = layer, x, ve, mask.dense, mask.same_document_BT, tables, c
         torch.testing.assert_close(got, attention_by_hand(*told), rtol=0, atol=1e-5)
         for other in (dict(qk_norm=False), dict(scale=0.25)):                      # it would show
             assert (got - attention_by_hand(*told, **other)).abs().max() > 1e-3
@@ -191,7 +191,7 @@ def test_the_forward_pass_is_the_stated_formula(tg):
     c, table = model.config, tg.layer_table(model.config)
     segments = tg.segment_ids(tokens, EOD)
     masks = {"long": tg.dense_mask(segments, blocks(4), 8).dense, "short": tg.dense_mask(segments, blocks(2), 8).dense}
-    before = tg.neighbour(segments, 1)
+    before = tg.same_document(segments, 1)
     previous = {"long": before, "short": torch.zeros_like(before)}
     rotary = tg.rotary_tables(64, c.qk_dim, model.embed)
     with torch.no_grad():
@@ -272,8 +272,8 @@ def test_long_layers_take_half_of_each_key_from_the_token_before(tg):
     model = small_model()
     tokens = torch.tensor([[EOD, 1, 2, EOD, 3, 4, 5, 6]], dtype=torch.int32)
     masks = model.masks(tg.segment_ids(tokens, EOD), 2)
-    assert masks["long"].previous_BT.tolist() == [[False, True, True, False, True, True, True, True]]
-    assert not masks["short"].previous_BT.any()
+    assert masks["long"].same_document_BT.tolist() == [[False, True, True, False, True, True, True, True]]
+    assert masks["long"].offset_keys.tolist() is True and masks["short"].offset_keys.tolist() is False
 
 
 # ---- n-grams --------------------------------------------------------------------------------------
