@@ -368,8 +368,7 @@ def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
     norm = X.norm(dim=(-2, -1), keepdim=True)
     X = (X / (NORM_MARGIN * norm).clamp(min=1e-30)).to(dtype)        # the clamp is for zero matrices
     is_tall = X.size(-2) > X.size(-1)
-    if is_tall:
-        X = X.mT
+    X = X.mT if is_tall else X
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
         polynomial = torch.baddbmm(A, A, A, beta=b, alpha=c)
@@ -397,12 +396,11 @@ def mixed_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, l
     return -(torch.logaddexp(log_lm + log_p, log_copy) * (targets >= 0)).sum()
 
 
-def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_accumulation: bool) -> Tensor:
+def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
     """scale * a8 [M, K] b8 [K, N] -> bf16. a8 row-major, b8 column-major: the hardware takes no other."""
     scale_a = torch.full((), scale, dtype=torch.float32, device=a8.device)
     scale_b = torch.full((), 1.0, dtype=torch.float32, device=a8.device)
-    return torch._scaled_mm(a8, b8, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16,
-                            use_fast_accum=fast_accumulation)
+    return torch._scaled_mm(a8, b8, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
 
 
 # fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
@@ -421,7 +419,7 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
     cap, _, width = cap_shift_width
     if fp8:
         x8, w8 = (x * X_SCALE).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
-        logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), fast_accumulation=True)
+        logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), fast_sums=True)
     else:
         logits = F.linear(x, w)
     z = softcap(logits, cap_shift_width)
@@ -440,9 +438,8 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
         grad = grad.to(x.dtype)
         return loss, grad @ w, grad.t() @ x, d_lm, d_copy
     g8 = (grad * G_SCALE).to(torch.float8_e5m2)
-    dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_accumulation=False)
-    dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE),
-                    fast_accumulation=False)
+    dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
+    dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
     return loss, dx, dw, d_lm, d_copy
 
 
@@ -475,8 +472,7 @@ def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[
     # The rank of each id of the walk: targets first, then the others, both in the walk's order.
     target_rank = is_target.cumsum(0) - 1
     other_rank = is_target.sum() + (1 - is_target).cumsum(0) - 1
-    rank = torch.where(is_target > 0, target_rank, other_rank)
-    rank = rank.clamp(max=count)        # slot `count` collects the rest, and is cut off
+    rank = torch.where(is_target > 0, target_rank, other_rank).clamp(max=count)     # slot `count`: the rest
     ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, rank, walk)[:count]
     columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, rank)
     return ids, columns.masked_fill(columns == count, -1)
@@ -522,7 +518,7 @@ def dense_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
 
 
 def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
-    """The same rule as FlexAttention's lists of blocks, made on the device without search, sort or dense mask.
+    """The same rule as FlexAttention's lists of blocks, made without a search, a sort or a dense mask.
     Segment ids only grow along a row. So the key blocks that block i of queries sees are one run, low to i,
     and the full ones of them (each query sees each key, so no mask is applied there) are a run within it:
 
@@ -612,8 +608,7 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
     y, aux = flex_attention(q, k, no_values, score_mod=all_or_targets, scale=q.size(-1) ** -0.5,
                             block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True))
     # + 0 y: the backward pass can't be compiled without a gradient of the output (torch 2.11)
-    all_mass, target_mass = (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
-    return all_mass, target_mass
+    return (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -882,8 +877,8 @@ class Optimizer:
 # 5. Model
 # A GPT: layers are a table (layer_table), and how parameters learn is another (param_groups). In order: the
 # layers, the input states, rotary, Attention, Block, the copy Pointer, GPT and its loss, param_groups.
-# Usually changed: Attention, Block, a column of Layer, a new parameter (which a pattern in param_groups claims).
-# This room has no collectives, files, clocks or environment.
+# Usually changed: Attention, Block, a column of Layer, a new parameter (it needs a pattern in param_groups). There
+# are no collectives, files, clocks or environment here.
 
 # Shapes: as in room 3, and J orders of n-grams.  x0: the input states, which every layer mixes in again.
 # View: what one forward pass is asked for besides its tokens.  candidates: the ids of a sampled softmax.
@@ -905,7 +900,8 @@ def layer_table(c: Config) -> list[Layer]:
 
 
 class View(NamedTuple):
-    """What one forward pass is asked for besides its tokens. No compiled function gets these numbers."""
+    """What one forward pass is asked for besides its tokens. A new window or row needs no new graph; a new number of
+    candidates does: the head has another shape then (see Kernels)."""
     window: int                  # long window, in blocks
     candidates: int = 0          # ids in the training softmax, 0 = all
     row: int = 0                 # running number of this batch's first row: where its negatives start
@@ -917,8 +913,8 @@ def norm(x: Tensor) -> Tensor:
 
 
 def input_states(token_embeddings_BTE, rows_JBTE, signs_JBT, sign_pool, mix) -> Tensor:
-    """x0 [B, T, E]: normed token embeddings, plus the n-gram rows, each times a vector of signs out of
-    a pool (against accidents of the hash: two n-grams that share a row have different signs)."""
+    """x0 [B, T, E]: normed token embeddings, plus the n-gram rows, each times a vector of signs out of a pool
+    (against accidents of the hash: two n-grams that share a row have different signs)."""
     return norm(token_embeddings_BTE) + mix * (rows_JBTE * sign_pool[signs_JBT]).sum(0)
 
 
@@ -1151,12 +1147,11 @@ class GPT(nn.Module):
         rows = zip(x.unbind(), targets.unbind(), log_lm.unbind(), log_copy.unbind())
         total = 0
         with torch.set_grad_enabled(view.training):
-            for i, (x_TE, targets_T, log_lm_T, log_copy_T) in enumerate(rows):
-                total = total + self.row_loss(x_TE, targets_T, log_lm_T, log_copy_T, view, view.row + i)
+            for i, row in enumerate(rows):
+                total = total + self.row_loss(*row, view, view.row + i)
         return total
 
-    def row_loss(self, x: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View,
-                 row: int) -> Tensor:
+    def row_loss(self, x_TE: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, row: int):
         """Loss of one row: [T, E], [T] thrice -> scalar, over all ids or over candidates of its own."""
         c, w = self.config, self.head
         if view.candidates:
@@ -1164,9 +1159,9 @@ class GPT(nn.Module):
             w = w.index_select(0, ids)
             targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
         if view.training and self.kernels.compile:
-            return HeadLoss.apply(x, w, targets, log_lm, log_copy, c.softcap, self.kernels.fp8,
-                                  self.head_gradients)
-        return self.cross_entropy(x, w, targets, log_lm, log_copy, c.softcap)
+            fp8, gradients = self.kernels.fp8, self.head_gradients
+            return HeadLoss.apply(x_TE, w, targets, log_lm, log_copy, c.softcap, fp8, gradients)
+        return self.cross_entropy(x_TE, w, targets, log_lm, log_copy, c.softcap)
 
 
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
