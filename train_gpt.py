@@ -365,8 +365,8 @@ def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
     # power of two changes no digit; up to exponents of 126 the power and its inverse are normal numbers.
     exponent = X.abs().amax(dim=(-2, -1), keepdim=True).log2().floor().clamp(min=-126, max=126)
     X = X / torch.exp2(exponent)
-    norm = X.norm(dim=(-2, -1), keepdim=True)
-    X = (X / (NORM_MARGIN * norm).clamp(min=1e-30)).to(dtype)        # the clamp is for zero matrices
+    size = X.norm(dim=(-2, -1), keepdim=True)
+    X = (X / (NORM_MARGIN * size).clamp(min=1e-30)).to(dtype)        # the clamp is for zero matrices
     is_tall = X.size(-2) > X.size(-1)
     X = X.mT if is_tall else X
     for a, b, c in POLAR_EXPRESS:
@@ -377,8 +377,8 @@ def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def softcap(logits: Tensor, cap_shift_width: tuple[float, float, float]) -> Tensor:
-    """Logit softcap, fp32: cap * sigmoid((logits + shift) / width). It lies between 0 and cap and lets
-    right answers stand out (record 54)."""
+    """Logit softcap, fp32: cap * sigmoid((logits + shift) / width). It lies between 0 and cap and lets right
+    answers stand out (record 54)."""
     cap, shift, width = cap_shift_width
     return cap * torch.sigmoid((logits.float() + shift) / width)
 
@@ -423,7 +423,7 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
     else:
         logits = F.linear(x, w)
     z = softcap(logits, cap_shift_width)
-    logsumexp = (z - cap).exp().sum(1, keepdim=True).log() + cap        # z < cap: no need to find the maximum
+    logsumexp = (z - cap).exp().sum(1, keepdim=True).log() + cap      # z <= cap: no maximum is needed
     targets, log_lm, log_copy = targets[:, None], log_lm[:, None], log_copy[:, None]
     has_target = (targets >= 0).float()
     target_logit = softcap(logits.gather(1, targets.clamp(min=0).long()), cap_shift_width)
@@ -497,8 +497,7 @@ class Mask(NamedTuple):
 
 
 def segment_ids(tokens_BT: Tensor, eod_id: int) -> Tensor:
-    """Number of document starts up to each position of its row, int32 [B, T]: the one rule of what belongs
-    together."""
+    """Document starts up to each position of its row, int32 [B, T]: the one rule of what belongs together."""
     return (tokens_BT == eod_id).cumsum(1, dtype=torch.int32)
 
 
@@ -539,7 +538,7 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
         return condition.sum(-1, dtype=torch.int32)
 
     def run(begin: Tensor) -> Tensor:
-        """For each block i the list begin, begin + 1, ..: [B, n] -> [B, n, n]. Its length is told apart."""
+        """For each block i the list begin, begin + 1, ..: [B, n] -> [B, n, n]. Not all of it counts."""
         return (begin[:, :, None] + i).clamp(max=n - 1)
 
     def with_diagonal(lists: Tensor, place: Tensor) -> Tensor:
@@ -555,6 +554,7 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
     full_high = torch.minimum(blocks_where(last[:, None, :] <= first[:, :, None]) - 1, farthest_query)
     full_high = torch.maximum(full_high, i)
     num_partial_keys, num_partial_queries = full_low - low + 1, high - full_high + 1
+    # In turn: how many count, and the list
     lists = (num_partial_keys, with_diagonal(run(low), num_partial_keys - 1),
              num_partial_queries, with_diagonal(run(full_high), torch.zeros_like(high)),
              i - full_low, run(full_low),
@@ -877,8 +877,8 @@ class Optimizer:
 # 5. Model
 # A GPT: layers are a table (layer_table), and how parameters learn is another (param_groups). In order: the
 # layers, the input states, rotary, Attention, Block, the copy Pointer, GPT and its loss, param_groups.
-# Usually changed: Attention, Block, a column of Layer, a new parameter (it needs a pattern in param_groups). There
-# are no collectives, files, clocks or environment here.
+# Usually changed: Attention, Block, a column of Layer, a new parameter (it needs a pattern in param_groups).
+# There are no collectives, files, clocks or environment here.
 
 # Shapes: as in room 3, and J orders of n-grams.  x0: the input states, which every layer mixes in again.
 # View: what one forward pass is asked for besides its tokens.  candidates: the ids of a sampled softmax.
@@ -900,8 +900,8 @@ def layer_table(c: Config) -> list[Layer]:
 
 
 class View(NamedTuple):
-    """What one forward pass is asked for besides its tokens. A new window or row needs no new graph; a new number of
-    candidates does: the head has another shape then (see Kernels)."""
+    """What one forward pass is asked for besides its tokens. A new window or row needs no new graph; a new
+    number of candidates does: the head has another shape then (see Kernels)."""
     window: int                  # long window, in blocks
     candidates: int = 0          # ids in the training softmax, 0 = all
     row: int = 0                 # running number of this batch's first row: where its negatives start
@@ -1027,10 +1027,9 @@ class Block(nn.Module):
 
 
 class Pointer(nn.Module):
-    """Copy pointer: a mixture of softmax and copies (pointer sentinel, Merity et al. 2016). Attention
-    gives earlier tokens a share of the next one's probability; a sentinel, one more key, gives the
-    rest to the softmax. A key is made of its own state and the state before it: of a token and of what
-    it followed."""
+    """Copy pointer: a mixture of softmax and copies (pointer sentinel, Merity et al. 2016). Attention gives
+    earlier tokens a share of the next one's probability; a sentinel, one more key, gives the rest to the
+    softmax. A key is made of its own state and the state before it: of a token and of what it followed."""
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.block = c.block_tokens
@@ -1072,7 +1071,7 @@ class GPT(nn.Module):
         dtype, width = kernels.dtype, c.num_heads * c.head_dim
         self.embed = nn.Parameter(torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
         value_embeds = torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype)
-        self.value_embeds = nn.Parameter(0.01 * value_embeds)       # all layers' side by side: one gather
+        self.value_embeds = nn.Parameter(value_embeds.mul_(0.01))       # all layers' side by side: one gather
         num_rows = len(c.table_orders) * c.table_rows + 1
         self.ngrams = nn.Parameter(torch.zeros(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
         self.ngrams.touched = []        # in place of .grad: see Group
