@@ -397,30 +397,49 @@ def find_compiler() -> str | None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 3. Kernels
-# The mathematics that hardware cares about: a plain reference for each, at most one fast path, and one switch.
-# Shapes: B rows, T positions, H heads, D head width, V padded vocabulary, N matrices, R x C their sides.
+# The mathematics that hardware cares about: each piece has a plain reference, at most one fast path, and one
+# switch (Kernels). In order: the switch, orthogonalisation (for Muon), the output head's loss, the sample
+# of ids for that loss, masks, attention. Usually changed: orthogonalisation, softcap, what a query may see.
+
+# Shapes: B rows, T positions, H heads, D head width, E model width, V padded vocabulary,
+#         N matrices with sides R x C, n blocks in a row.
+# row: one packed sequence of T tokens.  segment: a document, or the piece of one that stands in a row.
+# block: so many consecutive tokens of a row (128 on a GPU), the unit of windows and of FlexAttention's lists.
+# "Record 54" and the like are entries of the public race's list (github.com/KellerJordan/modded-nanogpt).
 
 class Kernels(NamedTuple):
-    """The switch: what this device runs. dtype is that of weights and activations."""
+    """The switch: what this device runs.
+
+    What recompiles: a compiled function is compiled again, which takes seconds to minutes, when
+    - a Python number that it gets (int, float or bool) has a new value,
+    - a tensor has a new shape or dtype, or newly asks for a gradient,
+    - two of its inputs are one tensor, and were not before.
+    So numbers that change during a run are passed as 0-D tensors, and no tensor is passed twice.
+    Floats are not even safe where they recompile nothing: a cache on disk once took one for another
+    (records/LOG.md)."""
     compile: bool = False
-    flex: bool = False
-    fp8: bool = False
-    dtype: torch.dtype = torch.float32
+    flex: bool = False                       # FlexAttention over lists of blocks instead of a dense mask
+    fp8: bool = False                        # the output head's matrix products in training
+    dtype: torch.dtype = torch.float32       # of weights and activations
 
 
-def choose_kernels(device: torch.device, compile="auto", attention="auto", fp8="auto", fits_flex=True) -> Kernels:
-    """Fast paths where the device has them, references elsewhere. Raises Refusal for what it can't do."""
-    cuda = device.type == "cuda"
-    compiled = cuda if compile == "auto" else compile == "on"
-    has_fp8 = cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-    if fp8 == "on" and not (has_fp8 and compiled):
-        raise Refusal("--fp8=on: it needs compilation, and fp8 matrix units (compute capability 8.9 or newer); use "
-                      "--fp8=off")
-    if attention == "flex" and not (cuda and compiled and fits_flex):
-        raise Refusal("--attention=flex: it needs a GPU, compilation, block_tokens=128, and head_dim, qk_dim and "
-                      "copy_dim from 16 on; use --attention=dense")
-    flex, fp8 = cuda and compiled and fits_flex and attention != "dense", has_fp8 and compiled and fp8 != "off"
-    return Kernels(compiled, flex, fp8, torch.bfloat16 if cuda else torch.float32)
+def choose_kernels(device: torch.device, compilation: str = "auto", attention: str = "auto",
+                   fp8: str = "auto", fits_flex: bool = True) -> Kernels:
+    """Fast paths where the device has them, references elsewhere. Raises Refusal for what can't be done.
+    Words are those of Config; fits_flex says whether FlexAttention takes the model's sizes."""
+    on_gpu = device.type == "cuda"
+    compiled = compilation == "on" or (compilation == "auto" and on_gpu)
+    has_flex = on_gpu and compiled and fits_flex
+    on_nvidia = on_gpu and torch.version.hip is None
+    has_fp8 = on_nvidia and compiled and torch.cuda.get_device_capability(device) >= (8, 9)
+    if fp8 == "on" and not has_fp8:
+        raise Refusal("--fp8=on: it needs compilation and fp8 matrix units (compute capability 8.9 or "
+                      "newer); use --fp8=off")
+    if attention == "flex" and not has_flex:
+        raise Refusal("--attention=flex: it needs a GPU, compilation, block_tokens=128, and head_dim, "
+                      "qk_dim and copy_dim from 16 on; use --attention=dense")
+    return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
+                   dtype=torch.bfloat16 if on_gpu else torch.float32)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -430,73 +449,101 @@ def round_up(n: int, multiple: int) -> int:
 POLAR_EXPRESS = (       # quintic maps, each the best for what the one before leaves (Amsel et al. 2025)
     (8.1565545, -22.483293, 15.87877), (4.04293, -2.8089175, 0.5000178), (3.8916678, -2.772484, 0.50606482),
     (3.2857537, -2.3681295, 0.46449024), (2.3465413, -1.7097828, 0.4232355))
+NORM_MARGIN = 1.02      # the maps are made for singular values up to 1: room for bf16's roundings
 
 def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearest semi-orthogonal matrix of each G, of any size, up to singular values near 1. [N, R, C] -> same, in dtype.
-    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / (1.02 |G|_F), on the smaller side (Jordan)."""
+    """Nearest semi-orthogonal matrix of each G, with singular values near 1 (Muon, Jordan 2024).
+    X <- aX + (bA + cA^2)X with A = XX^T, five times, from X = G / (1.02 |G|_F), on the smaller side.
+    [N, R, C] -> the same, in dtype. G may be of any finite size. Zero gives zero; NaN, infinity give NaN."""
     X = G_NRC.float()
-    X = (X / (1.02 * X.norm(dim=(-2, -1), keepdim=True)).clamp(min=1e-30)).to(dtype)
-    X = X.mT if (tall := X.size(-2) > X.size(-1)) else X
+    # Squares of 1e-30 or 1e30 leave fp32's range, so first bring the largest entry near 1. A division by a
+    # power of two changes no digit; up to exponents of 126 the power and its inverse are normal numbers.
+    exponent = X.abs().amax(dim=(-2, -1), keepdim=True).log2().floor().clamp(min=-126, max=126)
+    X = X / torch.exp2(exponent)
+    size = X.norm(dim=(-2, -1), keepdim=True)
+    X = (X / (NORM_MARGIN * size).clamp(min=1e-30)).to(dtype)        # the clamp is for zero matrices
+    is_tall = X.size(-2) > X.size(-1)
+    X = X.mT if is_tall else X
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X.mT if tall else X
+        polynomial = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        X = torch.baddbmm(X, polynomial, X, beta=a)
+    return X.mT if is_tall else X
 
 
-def softcap(z: Tensor, shape: tuple[float, float, float]) -> Tensor:
-    """Logits z become cap * sigmoid((z + shift) / width): a softcap that lets right answers stand out (record 54)."""
-    cap, shift, width = shape
-    return cap * torch.sigmoid((z.float() + shift) / width)
+def softcap(logits: Tensor, cap_shift_width: tuple[float, float, float]) -> Tensor:
+    """Logit softcap, fp32: cap * sigmoid((logits + shift) / width). It lies between 0 and cap and lets right
+    answers stand out (record 54)."""
+    cap, shift, width = cap_shift_width
+    return cap * torch.sigmoid((logits.float() + shift) / width)
 
 
-def mixed_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, shape: tuple):
-    """Sum of -log(e^log_lm softmax(squashed logits)[target] + e^log_copy), fp32 (see Pointer). Also for validation.
-    Logits are x [T, E] w^T [E, P]; targets, log_lm, log_copy are [T]; negative targets are left out. -> scalar."""
-    logits = softcap(F.linear(x, w), shape)
-    logp = logits.gather(1, targets.clamp(min=0).long()[:, None])[:, 0] - logits.logsumexp(1)
-    return -(torch.logaddexp(log_lm + logp, log_copy) * (targets >= 0)).sum()
+def mixed_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
+                        cap_shift_width: tuple[float, float, float]) -> Tensor:
+    """Summed loss of a softmax mixed with copies: -log(e^log_lm softmax(logits)[target] + e^log_copy).
+    logits = softcap(x w^T), for x [T, E], w [V, E]. Negative targets [T] are left out. -> fp32 scalar.
+    log_lm [T]: log of the share of probability that goes to the softmax (lm: the language model proper).
+    log_copy [T]: log of the probability that the copy pointer (room 5) gives to the target.
+    It is the reference, and what validation uses everywhere."""
+    capped = softcap(F.linear(x, w), cap_shift_width)
+    target_logit = capped.gather(1, targets.clamp(min=0).long()[:, None])[:, 0]
+    log_p = target_logit - capped.logsumexp(1)
+    return -(torch.logaddexp(log_lm + log_p, log_copy) * (targets >= 0)).sum()
 
 
-def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast: bool) -> Tensor:
-    """a8 [M, K] row-major times b8 [K, N] column-major, the only layouts the hardware takes, times scale -> bf16."""
-    one, scale = (torch.full((), s, dtype=torch.float32, device=a8.device) for s in (1.0, scale))
-    return torch._scaled_mm(a8, b8, scale_a=scale, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
+    """scale * a8 [M, K] b8 [K, N] -> bf16. a8 row-major, b8 column-major: the hardware takes no other."""
+    scale_a = torch.full((), scale, dtype=torch.float32, device=a8.device)
+    scale_b = torch.full((), 1.0, dtype=torch.float32, device=a8.device)
+    return torch._scaled_mm(a8, b8, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
 
 
-X_SCALE, W_SCALE, G_SCALE = 2.0, 32.0, 8192.0     # constants: every micro-batch sees the same scales
-def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, shape: tuple, fp8: bool):
-    """mixed_cross_entropy and its gradients by x, w, log_lm and log_copy, without a second look at the logits.
-    Squashed logits lie in (0, cap), so exp needs no maximum. Gradient by logits: (softmax - onehot) cap / width
-    sigmoid (1 - sigmoid), times the softmax's part in the mixture. fp8: e4m3 forward, e5m2 gradient (record 19)."""
+# fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
+X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
+W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
+G_SCALE = 8192.0        # e5m2 holds gradients up to 7; they are at most cap / (4 width), 0.77 for the record
+
+def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
+                   cap_shift_width: tuple[float, float, float], fp8: bool):
+    """mixed_cross_entropy and its gradients by x, w, log_lm and log_copy, from logits that are made once.
+    Per position, with z = softcap(logits) and p = softmax(z)[target]:
+        L = -log(e^log_lm p + e^log_copy)        softmax_share = e^log_lm p / (e^log_lm p + e^log_copy)
+        dL/dlogits = softmax_share (softmax(z) - onehot(target)) z (1 - z / cap) / width
+        dL/dlog_lm = -softmax_share              dL/dlog_copy = softmax_share - 1
+    fp8 (record 19): operands are e4m3, gradients by logits e5m2, products bf16."""
+    cap, _, width = cap_shift_width
     if fp8:
         x8, w8 = (x * X_SCALE).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
-        logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), True)
+        logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), fast_sums=True)
     else:
         logits = F.linear(x, w)
-    z, cap, width = softcap(logits, shape), shape[0], shape[2]
-    lse = (z - cap).exp().sum(1, keepdim=True).log() + cap
+    z = softcap(logits, cap_shift_width)
+    logsumexp = (z - cap).exp().sum(1, keepdim=True).log() + cap      # z <= cap: no maximum is needed
     targets, log_lm, log_copy = targets[:, None], log_lm[:, None], log_copy[:, None]
-    counts = (targets >= 0).float()
-    log_lm = log_lm + softcap(logits.gather(1, targets.clamp(min=0).long()), shape) - lse
-    log_p = torch.logaddexp(log_lm, log_copy)
-    part = (log_lm - log_p).exp() * counts
+    has_target = (targets >= 0).float()
+    target_logit = softcap(logits.gather(1, targets.clamp(min=0).long()), cap_shift_width)
+    log_softmax_part = log_lm + target_logit - logsumexp
+    log_p = torch.logaddexp(log_softmax_part, log_copy)
+    softmax_share = (log_softmax_part - log_p).exp() * has_target
     onehot = torch.arange(w.size(0), device=w.device, dtype=targets.dtype) == targets
-    grad = ((z - lse).exp() - onehot.float()) * part * z * (1 - z / cap) / width
-    loss, d_lm, d_copy = -(log_p * counts).sum(), -part[:, 0], (part - counts)[:, 0]
+    grad = ((z - logsumexp).exp() - onehot.float()) * softmax_share * z * (1 - z / cap) / width
+    loss = -(log_p * has_target).sum()
+    d_lm, d_copy = -softmax_share[:, 0], (softmax_share - has_target)[:, 0]
     if not fp8:
         grad = grad.to(x.dtype)
         return loss, grad @ w, grad.t() @ x, d_lm, d_copy
     g8 = (grad * G_SCALE).to(torch.float8_e5m2)
-    dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), False)
-    dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), False)
+    dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
+    dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
     return loss, dx, dw, d_lm, d_copy
 
 
 class HeadLoss(torch.autograd.Function):
-    """head_gradients as a differentiable scalar; gradients (a compiled head_gradients) does the work in forward."""
+    """head_gradients as a differentiable scalar. gradients is head_gradients, compiled or not. The forward
+    pass does all the work; the backward pass only multiplies by the gradient from above."""
     @staticmethod
-    def forward(ctx, x, w, targets, log_lm, log_copy, shape, fp8, gradients):
-        loss, *saved = gradients(x, w, targets, log_lm, log_copy, shape, fp8)
+    def forward(ctx, x, w, targets, log_lm, log_copy, cap_shift_width, fp8, gradients):
+        loss, *saved = gradients(x, w, targets, log_lm, log_copy, cap_shift_width, fp8)
         ctx.save_for_backward(*saved)
         return loss
 
@@ -507,112 +554,155 @@ class HeadLoss(torch.autograd.Function):
 
 
 def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor]:
-    """count ids for a softmax over a sample: all distinct targets, then others as a fixed walk over all ids finds them.
-    -> ids [count], each once; column of each id [vocab], -1 where it is left out.
-    The walk visits (start + j) * 20011 mod vocab: moving windows reach every id equally often (record 92). No sort, no
-    host synchronisation. Targets beyond count are left out."""
+    """Candidates, the ids of a sampled softmax: all distinct targets, then negatives out of a fixed walk.
+    targets: any shape, -1 for none; where more than count are distinct, some are left out.
+    -> ids [count], each once; columns [vocab]: the place of each id in ids, -1 where it is left out.
+    The walk visits (start + j) * 20011 mod vocab, so moving windows reach every id equally often (record 92).
+    It needs no sort and no host synchronisation."""
     stride = next(s for s in (20_011, 10_007, 7919, 1) if math.gcd(s, vocab) == 1)
-    walk = (torch.arange(vocab, device=targets.device) + start % vocab) * stride % vocab
-    targets = torch.where(targets < 0, vocab, targets).flatten().long()
-    found = torch.zeros(vocab + 1, dtype=torch.int32, device=targets.device).scatter_(0, targets, 1)[walk]
-    order = torch.where(found > 0, found.cumsum(0) - 1, found.sum() + (1 - found).cumsum(0) - 1).clamp(max=count)
-    ids = torch.zeros(count + 1, dtype=torch.long, device=targets.device).scatter_(0, order, walk)[:count]
-    columns = torch.empty(vocab, dtype=torch.long, device=targets.device).scatter_(0, walk, order)
+    device = targets.device
+    walk = (torch.arange(vocab, device=device) + start % vocab) * stride % vocab        # every id once
+    slots = torch.where(targets < 0, vocab, targets).flatten().long()      # slot `vocab` collects targets -1
+    is_target = torch.zeros(vocab + 1, dtype=torch.int32, device=device).scatter_(0, slots, 1)[walk]
+    # The rank of each id of the walk: targets first, then the others, both in the walk's order.
+    target_rank = is_target.cumsum(0) - 1
+    other_rank = is_target.sum() + (1 - is_target).cumsum(0) - 1
+    rank = torch.where(is_target > 0, target_rank, other_rank).clamp(max=count)     # slot `count`: the rest
+    ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, rank, walk)[:count]
+    columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, rank)
     return ids, columns.masked_fill(columns == count, -1)
 
 
 def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
-    """x [B, T, ..] moved later by distance positions along each row."""
-    return F.pad(x_BT, (0, 0) * (x_BT.ndim - 2) + (distance, 0), value=fill)[:, :x_BT.size(1)]
+    """x [B, T, ..] moved later by distance positions along each row; the first positions get fill."""
+    pad = (0, 0) * (x_BT.ndim - 2) + (distance, 0)        # F.pad counts dimensions from the last one
+    return F.pad(x_BT, pad, value=fill)[:, :x_BT.size(1)]
 
 
 class Mask(NamedTuple):
-    """Who sees whom: causal, same segment, and at most so many blocks back. One of dense and blocks is set."""
+    """Who sees whom: a query sees itself and earlier keys of its segment, at most so many blocks back.
+    One of dense and blocks is set."""
     segments_BT: Tensor
-    previous_BT: Tensor | None = None            # where keys take a half from the token before (partial key offset)
+    same_document_BT: Tensor                     # bool: the token before is of the same segment
+    # 0-D bool: part of each key comes from the token before. Layers differ in it, and a Python bool would
+    # give each kind of layer two graphs (see Kernels)
+    offset_keys: Tensor | None = None
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
-    blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists: partial, full, and both transposed
+    blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists, see block_mask
 
 
 def segment_ids(tokens_BT: Tensor, eod_id: int) -> Tensor:
-    """Number of document starts up to each position of its row: the one rule of what belongs together. int32 [B, T]."""
+    """Document starts up to each position of its row, int32 [B, T]: the one rule of what belongs together."""
     return (tokens_BT == eod_id).cumsum(1, dtype=torch.int32)
 
 
-def neighbour(segments_BT: Tensor, distance: int) -> Tensor:
-    """Whether the token distance places before is of the same segment, [B, T]: the one rule again."""
+def same_document(segments_BT: Tensor, distance: int) -> Tensor:
+    """Whether the token distance places before is of the same segment, bool [B, T]: the one rule again."""
     return shift(segments_BT, distance, fill=-1) == segments_BT
 
 
 def dense_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
-    """Reference mask: query i sees key j <= i of its segment, at most window_blocks blocks (own one included) back."""
+    """Reference mask: query i sees keys j <= i of its segment in the last window_blocks blocks, its own block
+    included. segments [B, T], window_blocks 0-D, block in tokens."""
     i = torch.arange(segments_BT.size(1), device=segments_BT.device)
-    near = (i[:, None] >= i) & (i[:, None] // block - i // block < window_blocks)
+    causal = i[:, None] >= i
+    near = i[:, None] // block - i // block < window_blocks
     same = segments_BT[:, :, None] == segments_BT[:, None, :]
-    return Mask(segments_BT, dense=(near & same)[:, None])
+    return Mask(segments_BT, same_document(segments_BT, 1), dense=((causal & near) & same)[:, None])
 
 
 def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
-    """The same rule as lists of blocks, built on the device without a search, sort or dense mask.
-    Segment ids only grow along a row, so everything a block of queries i sees is one run of key blocks [low, i], and
-    what it sees wholly is the run [full_low, i - 1]; likewise for the queries [j, high] that see a block of keys j."""
-    first, last = segments_BT[:, ::block], segments_BT[:, block - 1::block]
+    """The same rule as FlexAttention's lists of blocks, made without a search, a sort or a dense mask.
+    Segment ids only grow along a row. So the key blocks that block i of queries sees are one run, low to i,
+    and the full ones of them (each query sees each key, so no mask is applied there) are a run within it:
+
+        0 ..          low ..      full_low ..   i           i + 1 ..
+        unseen        partial     full          partial     unseen
+
+    Block i itself is partial: causality cuts it. Likewise the blocks of queries that see block i of keys:
+
+        0 ..          i           i + 1 ..      full_high + 1 ..    high + 1 ..
+        unseen        partial     full          partial             unseen"""
+    first, last = segments_BT[:, ::block], segments_BT[:, block - 1::block]   # of each block's tokens, [B, n]
     n = first.size(1)
     i = torch.arange(n, device=first.device)
-    farthest, latest = i - window_blocks + 1, i + window_blocks - 1
-    def count(condition: Tensor) -> Tensor:
+    farthest_key, farthest_query = i - window_blocks + 1, i + window_blocks - 1
+
+    def blocks_where(condition: Tensor) -> Tensor:
+        """How many blocks j fulfil it, [B, i, j] -> [B, i]. It holds up to some j and not after it."""
         return condition.sum(-1, dtype=torch.int32)
-    low = torch.maximum(count(last[:, None, :] < first[:, :, None]), farthest).clamp(min=0)
-    full_low = torch.minimum(torch.maximum(count(first[:, None, :] < last[:, :, None]), low), i)
-    high = torch.minimum(count(first[:, None, :] <= last[:, :, None]) - 1, latest)
-    full_high = torch.maximum(torch.minimum(count(last[:, None, :] <= first[:, :, None]) - 1, latest), i)
-    lists = []
-    for num, begin, own in ((full_low - low + 1, low, "last"),          # partial keys: [low, full_low - 1], then i
-                            (high - full_high + 1, full_high, "first"),   # partial queries: i, [full_high + 1, high]
-                            (i - full_low, full_low, None),               # full keys: [full_low, i - 1]
-                            (full_high - i, i + 1, None)):                # full queries: [i + 1, full_high]
-        run = begin.expand_as(low)[:, :, None] + i                        # [B, blocks, blocks]: the first num count
-        if own:
-            run = torch.where(i == (num[:, :, None] - 1 if own == "last" else 0), i[:, None], run)
-        lists += [t.to(torch.int32)[:, None].contiguous() for t in (num, run.clamp(max=n - 1))]
-    return Mask(segments_BT, blocks=tuple(lists))
 
+    def run(begin: Tensor) -> Tensor:
+        """For each block i the list begin, begin + 1, ..: [B, n] -> [B, n, n]. Not all of it counts."""
+        return (begin[:, :, None] + i).clamp(max=n - 1)
 
-def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
-    """softmax(scale * q.k) v under the mask: FlexAttention over the block lists, or SDPA over the dense mask."""
-    q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
-    if mask.blocks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale).transpose(1, 2)
-    return flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale).transpose(1, 2)
+    def with_diagonal(lists: Tensor, place: Tensor) -> Tensor:
+        """The same lists with i itself at a place [B, n] of the list of block i."""
+        return torch.where(i == place[:, :, None], i[:, None], lists)
+
+    # Unseen keys end before block i's first segment; keys from full_low on begin in its last segment.
+    low = torch.maximum(blocks_where(last[:, None, :] < first[:, :, None]), farthest_key).clamp(min=0)
+    full_low = torch.maximum(blocks_where(first[:, None, :] < last[:, :, None]), low)
+    full_low = torch.minimum(full_low, i)
+    # Queries up to high begin in block i's last segment; those up to full_high end in its first one.
+    high = torch.minimum(blocks_where(first[:, None, :] <= last[:, :, None]) - 1, farthest_query)
+    full_high = torch.minimum(blocks_where(last[:, None, :] <= first[:, :, None]) - 1, farthest_query)
+    full_high = torch.maximum(full_high, i)
+    num_partial_keys, num_partial_queries = full_low - low + 1, high - full_high + 1
+    # In turn: how many count, and the list
+    lists = (num_partial_keys, with_diagonal(run(low), num_partial_keys - 1),
+             num_partial_queries, with_diagonal(run(full_high), torch.zeros_like(high)),
+             i - full_low, run(full_low),
+             full_high - i, run((i + 1).expand_as(full_high)))
+    lists = tuple(t.to(torch.int32)[:, None].contiguous() for t in lists)     # [B, 1, n], [B, 1, n, n] in turn
+    return Mask(segments_BT, same_document(segments_BT, 1), blocks=lists)
 
 
 def flex_lists(mask: Mask, block: int) -> BlockMask:
+    """FlexAttention's own type, from the lists of block_mask."""
     segments, T = mask.segments_BT, mask.segments_BT.size(1)
-    def rule(b, h, i, j):
+    def allowed(b, h, i, j):
         return (i >= j) & (segments[b, i] == segments[b, j])
-    kv_num, kv, q_num, qs, full_kv_num, full_kv, full_q_num, full_q = mask.blocks
-    return BlockMask((T, T), kv_num, kv, full_kv_num, full_kv, q_num, qs, full_q_num, full_q,
-                     BLOCK_SIZE=(block, block), mask_mod=rule)
+    partial_keys, partial_queries, full_keys, full_queries = (mask.blocks[n:n + 2] for n in (0, 2, 4, 6))
+    return BlockMask((T, T), *partial_keys, *full_keys, *partial_queries, *full_queries,
+                     BLOCK_SIZE=(block, block), mask_mod=allowed)
 
 
-NO_MATCH = -1e4                    # a score that leaves nothing of a key, without NaN where no key is left
+def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
+    """softmax(scale * q.k) v under the mask: FlexAttention over lists of blocks, or SDPA over a dense mask."""
+    q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
+    if mask.blocks is None:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale)
+    else:
+        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale)
+    return y.transpose(1, 2)
+
+
+NO_MATCH = -1e4        # score of a key that doesn't match: its exp is 0, and no NaN arises where no key matches
+
 def dense_scores(q_BTD: Tensor, k_BTD: Tensor, dense: Tensor) -> Tensor:
     """q.k / sqrt(D) in fp32, [B, T, T]; -inf where the mask [B, 1, T, T] lets a query not see a key."""
-    return (q_BTD.size(-1) ** -0.5 * (q_BTD @ k_BTD.mT).float()).masked_fill(~dense[:, 0], -math.inf)
+    scores = q_BTD.size(-1) ** -0.5 * (q_BTD @ k_BTD.mT).float()
+    return scores.masked_fill(~dense[:, 0], -math.inf)
 
 
-def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask, block: int):
-    """Two logsumexps of q.k / sqrt(D), [B, T]: over the keys that a query sees, and over those that are its target."""
+def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask,
+                   block: int) -> tuple[Tensor, Tensor]:
+    """Two logsumexps of q.k / sqrt(D), fp32 [B, T] each, for the copy pointer: over all keys that a query
+    sees, and over those of them whose token is the query's target (about NO_MATCH where there is none).
+    Fast path: FlexAttention is used for its logsumexp only, its output is thrown away. Two heads have
+    the same q and k: head 0 sums over all keys, head 1 over the keys that are the target."""
     if mask.blocks is None:
         scores = dense_scores(q_BTD, k_BTD, mask.dense)
-        match = (tokens_BT[:, None, :] == targets_BT[:, :, None]) & mask.dense[:, 0]
-        return scores.logsumexp(-1), torch.where(match, scores, NO_MATCH).logsumexp(-1)
-    q, k = (torch.stack((t, t), 1) for t in (q_BTD, k_BTD))          # a head for either: one kernel instead of two
-    def matching(score, b, h, i, j):
+        is_target = (tokens_BT[:, None, :] == targets_BT[:, :, None]) & mask.dense[:, 0]
+        return scores.logsumexp(-1), torch.where(is_target, scores, NO_MATCH).logsumexp(-1)
+    def all_or_targets(score, b, h, i, j):
         return torch.where((h == 0) | (tokens_BT[b, j] == targets_BT[b, i]), score, NO_MATCH)
-    y, aux = flex_attention(q, k, torch.zeros_like(k[..., :16]), score_mod=matching, scale=q.size(-1) ** -0.5,
+    q, k = torch.stack((q_BTD, q_BTD), 1), torch.stack((k_BTD, k_BTD), 1)
+    no_values = torch.zeros_like(k[..., :16])        # 16: the narrowest that the kernel takes
+    y, aux = flex_attention(q, k, no_values, score_mod=all_or_targets, scale=q.size(-1) ** -0.5,
                             block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True))
-    # + 0 y: the backward pass can't do without a gradient of the output (torch 2.11)
+    # + 0 y: the backward pass can't be compiled without a gradient of the output (torch 2.11)
     return (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
 
 
@@ -880,68 +970,94 @@ class Optimizer:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 5. Model
-# A GPT: layers are a table, and how parameters learn is one. No collectives, files, clocks, environment. E model width.
+# A GPT: layers are a table (layer_table), and how parameters learn is another (param_groups). In order: the
+# layers, the input states, rotary, Attention, Block, the copy Pointer, GPT and its loss, param_groups.
+# Usually changed: Attention, Block, a column of Layer, a new parameter (it needs a pattern in param_groups).
+# There are no collectives, files, clocks or environment here.
+
+# Shapes: as in room 3, and J orders of n-grams.  x0: the input states, which every layer mixes in again.
+# View: what one forward pass is asked for besides its tokens.  candidates: the ids of a sampled softmax.
+# copy pointer: attention whose result is not a state but a copy of an earlier token as the next one.
 
 class Layer(NamedTuple):
     """One row of the topology table."""
-    attention: str               # "long" (whole window), "short" (half of it)
-    value_table: int | None      # which value embedding is mixed into the values
+    attention: str               # "long" (whole window, offset keys), "short" (half of the window)
+    value_table: int | None      # which value embedding is added to the values
 
 
 def layer_table(c: Config) -> list[Layer]:
-    return [Layer("long" if i in c.long_layers else "short", c.value_layers.index(i) if i in c.value_layers else None)
-            for i in range(c.num_layers)]
+    layers = []
+    for i in range(c.num_layers):
+        attention = "long" if i in c.long_layers else "short"
+        value_table = c.value_layers.index(i) if i in c.value_layers else None
+        layers.append(Layer(attention, value_table))
+    return layers
 
 
 class View(NamedTuple):
-    """What a forward pass is asked for besides its tokens. A step changes these numbers, never the graph."""
-    window: int                            # long window, in blocks
-    candidates: int = 0                    # ids in the training softmax, 0 = all
-    row: int = 0                           # running number of this batch's first row: where its negatives start
-    training: bool = False                 # gradients and looked-up rows are wanted; else only the loss
+    """What one forward pass is asked for besides its tokens. A new window or row needs no new graph; a new
+    number of candidates does: the head has another shape then (see Kernels)."""
+    window: int                  # long window, in blocks
+    candidates: int = 0          # ids in the training softmax, 0 = all
+    row: int = 0                 # running number of this batch's first row: where its negatives start
+    training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
 
-
-GATE_DIMS, Rotary = 16, tuple[Tensor, Tensor]        # gates look at so many channels; see rotary_tables
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-def stem(e, rows_JBTE, signs_JBT, sign_pool, mix) -> Tensor:
-    """Token embeddings, n-gram rows and their signs (against accidents of the hash) -> x0 [B, T, E]."""
-    return norm(e) + mix * (rows_JBTE * sign_pool[signs_JBT]).sum(0)
+def input_states(token_embeddings_BTE, rows_JBTE, signs_JBT, sign_pool, mix) -> Tensor:
+    """x0 [B, T, E]: normed token embeddings, plus the n-gram rows, each times a vector of signs out of a pool
+    (against accidents of the hash: two n-grams that share a row have different signs)."""
+    return norm(token_embeddings_BTE) + mix * (rows_JBTE * sign_pool[signs_JBT]).sum(0)
 
 
-NGRAM_FACTORS = ((36_313, 27_191, 14_563, 51_977), (25_391, 44_203, 17_489, 30_631))    # of row, sign; for each token
-SIGN_POOL = 8191
+# Random odd numbers, one for each token of an n-gram, the newest first: of the hashes that pick row and signs
+ROW_FACTORS = (36_313, 27_191, 14_563, 51_977)
+SIGN_FACTORS = (25_391, 44_203, 17_489, 30_631)
+SIGN_POOL = 8191        # vectors of signs, a prime
 
-def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...], num_rows: int) -> tuple[Tensor, Tensor]:
-    """Rows of a table [len(orders) num_rows + 1, E] and signs of the pool, [J, B, T], by hashes of the last n tokens.
-    A position whose document has fewer tokens gets the table's last row, which is zero."""
+def hash_ngrams(tokens_BT: Tensor, order: int, factors: tuple[int, ...]) -> Tensor:
+    """The last `order` tokens of each position, each times its factor, joined by exclusive or: [B, T]."""
+    hashed = tokens_BT * factors[0]
+    for back in range(1, order):
+        hashed = hashed ^ (shift(tokens_BT, back) * factors[back])
+    return hashed
+
+
+def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...],
+              num_rows: int) -> tuple[Tensor, Tensor]:
+    """Ids of rows of the n-gram table [J num_rows + 1, E] and of signs in the pool, [J, B, T] each:
+    hashes of the last n tokens for each n in orders, which have num_rows rows each. A position whose
+    document has fewer than n tokens so far gets the table's last row, which is zero."""
     tokens, rows, signs = tokens_BT.long(), [], []
+    zero_row = len(orders) * num_rows
     for j, order in enumerate(orders):
-        row, sign = (tokens * factors[0] for factors in NGRAM_FACTORS)
-        for back in range(1, order):
-            row, sign = (h ^ shift(tokens, back) * f[back] for h, f in zip((row, sign), NGRAM_FACTORS))
-        complete = neighbour(segments_BT, order - 1)
-        rows.append(torch.where(complete, row % num_rows + j * num_rows, len(orders) * num_rows))
-        signs.append(sign % SIGN_POOL)
+        row = hash_ngrams(tokens, order, ROW_FACTORS) % num_rows + j * num_rows
+        is_complete = same_document(segments_BT, order - 1)
+        rows.append(torch.where(is_complete, row, zero_row))
+        signs.append(hash_ngrams(tokens, order, SIGN_FACTORS) % SIGN_POOL)
     return torch.stack(rows), torch.stack(signs)
 
 
+Rotary = tuple[Tensor, Tensor]        # factors of x, and of x with its halves swapped
+
 def rotary_tables(T: int, head_dim: int, like: Tensor) -> Rotary:
-    """Factors of x and of x with its halves swapped, [T, 1, D], in like's precision. Half of the pairs stands still."""
+    """Both factors, [T, 1, D], on like's device and in its precision. Half of the pairs stands still."""
     quarter = head_dim // 4
-    freq = F.pad((1 / 1024) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device), (0, quarter))
-    angle = torch.arange(T, dtype=torch.float32, device=like.device)[:, None] * freq
+    turning = (1 / 1024) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device)
+    frequencies = F.pad(turning, (0, quarter))
+    angle = torch.arange(T, dtype=torch.float32, device=like.device)[:, None] * frequencies
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), 1).to(like.dtype)[:, None], torch.cat((sin, -sin), 1).to(like.dtype)[:, None]
 
 
 def rotate(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
     """Turn the pairs (j, j + D/2) by their position's angle (RoPE, Su et al. 2021)."""
-    x = x_BTHD.float()               # halves are swapped by a flip: concatenation makes slow kernels
-    return (x * rotary[0] + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * rotary[1]).type_as(x_BTHD)
+    x = x_BTHD.float()
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)     # faster than a concatenation of halves
+    return (x * rotary[0] + swapped * rotary[1]).type_as(x_BTHD)
 
 
 def matrix(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -951,18 +1067,24 @@ def matrix(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def scalars(*values: float) -> nn.Parameter:
+    """A parameter of these numbers: 1-D, or 0-D for a single one."""
     return nn.Parameter(torch.tensor(values if len(values) > 1 else values[0]))
 
 
+GATE_DIMS = 16        # gates look at so many channels of x
+
 class Attention(nn.Module):
-    """QK-norm, rotary, values with a value embedding added, output gated by the head."""
+    """QK-norm, rotary, values with a value embedding added, and an output that each head gates."""
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.config = c
-        pair = c.qk_dim * (2 - c.num_heads % 2)           # orthogonalised by pairs of heads (record 80)
-        self.qk = matrix(2 * c.num_heads * c.qk_dim // pair, pair, c.model_dim, dtype=dtype)
-        self.value, self.out = (matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype) for _ in range(2))
-        self.scales = scalars(0.5, 1.0)                    # of values and output; on weights, where they cost nothing
+        heads_per_matrix = 2 if c.num_heads % 2 == 0 else 1     # orthogonalised by pairs of heads (record 80)
+        num_matrices = 2 * c.num_heads // heads_per_matrix      # those of queries, then those of keys
+        self.qk = matrix(num_matrices, heads_per_matrix * c.qk_dim, c.model_dim, dtype=dtype)
+        self.value = matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype)
+        # out is stored transposed, so that value and out have one shape and are orthogonalised in one batch
+        self.out = matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype)
+        self.scales = scalars(0.5, 1.0)     # of values and output; on weights, where they cost nothing
         self.gates = nn.Parameter(torch.zeros(c.num_heads, GATE_DIMS, dtype=dtype))
 
     def forward(self, x_BTE: Tensor, ve_BTE: Tensor | None, mask: Mask, rotary: Rotary) -> Tensor:
@@ -971,13 +1093,15 @@ class Attention(nn.Module):
         weight = torch.cat((self.qk.flatten(0, 1), self.value * self.scales[0]))
         q, k, v = (t.unflatten(-1, (H, -1)) for t in F.linear(x_BTE, weight).split(widths, -1))
         q, k = rotate(norm(q), rotary), rotate(norm(k), rotary)
-        still = torch.arange(c.qk_dim, device=k.device) % (c.qk_dim // 2) >= c.qk_dim // 4
-        k = torch.where(mask.previous_BT[:, :, None, None] & still, shift(k), k)      # partial key offset (record 49)
+        # Partial key offset: channels that rotary leaves still come from the token before (record 49)
+        stands_still = torch.arange(c.qk_dim, device=k.device) % (c.qk_dim // 2) >= c.qk_dim // 4
+        may_offset = mask.same_document_BT & mask.offset_keys
+        k = torch.where(may_offset[:, :, None, None] & stands_still, shift(k), k)
         if ve_BTE is not None:
             v = v + ve_BTE.view_as(v)
         y = attend(q, k, v, mask, c.attention_scale, c.block_tokens)
         y = y * 2 * torch.sigmoid(F.linear(x_BTE[..., :GATE_DIMS], self.gates))[..., None]      # record 28
-        return y.flatten(2) @ (self.out * self.scales[1])         # out is stored transposed
+        return y.flatten(2) @ (self.out * self.scales[1])
 
 
 class Block(nn.Module):
@@ -986,81 +1110,96 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(c, dtype)
         self.up = matrix(c.mlp_dim, c.model_dim, dtype=dtype)
-        self.down = nn.Parameter(torch.zeros(c.mlp_dim, c.model_dim, dtype=dtype))       # transposed
-        self.mlp_scale, self.mix = scalars(1.0), scalars(1.1, 0.2)
+        self.down = nn.Parameter(torch.zeros(c.mlp_dim, c.model_dim, dtype=dtype))      # stored transposed
+        self.mlp_scale = scalars(1.0)       # of W2
+        self.mix = scalars(1.1, 0.2)        # a and b
 
     def forward(self, x, x0, ve, mask, rotary):
         x = self.mix[0] * x + self.mix[1] * x0
         x = x + self.attention(norm(x), ve, mask, rotary)
-        return x + F.relu(F.linear(norm(x), self.up)).square() @ (self.down * self.mlp_scale)
+        hidden = F.relu(F.linear(norm(x), self.up)).square()
+        return x + hidden @ (self.down * self.mlp_scale)
 
 
 class Pointer(nn.Module):
-    """Mixture of softmax and copies (pointer sentinel, Merity et al. 2016). Attention gives earlier tokens a share of
-    the next one's probability, a sentinel the rest to the softmax. A key knows its token and the state before it."""
+    """Copy pointer: a mixture of softmax and copies (pointer sentinel, Merity et al. 2016). Attention gives
+    earlier tokens a share of the next one's probability; a sentinel, one more key, gives the rest to the
+    softmax. A key is made of its own state and the state before it: of a token and of what it followed."""
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
-        self.block, self.copy_qk = c.block_tokens, matrix(3, c.copy_dim, c.model_dim, dtype=dtype)
+        self.block = c.block_tokens
+        # Of queries, of keys by their own state, of keys by the state before
+        self.copy_qk = matrix(3, c.copy_dim, c.model_dim, dtype=dtype)
         self.sentinel_gates = nn.Parameter(torch.zeros(1, c.model_dim, dtype=dtype))
-        self.copy_scales = scalars(1.0, 16.0)              # of queries; bias of the sentinel: at first no copies
+        self.copy_scales = scalars(1.0, 16.0)        # of queries; bias of the sentinel: at first no copies
 
     def project(self, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, D], the sentinel's score [B, T]."""
-        q, k, before = F.linear(x, self.copy_qk.flatten(0, 1)).unflatten(-1, (3, -1)).unbind(2)
-        own = F.linear(x, self.sentinel_gates)[..., 0].float() + self.copy_scales[1]
-        return norm(q) * self.copy_scales[0].to(q.dtype), norm(k + shift(before) * mask.previous_BT[..., None]), own
+        q, k, k_before = F.linear(x, self.copy_qk.flatten(0, 1)).unflatten(-1, (3, -1)).unbind(2)
+        k = k + shift(k_before) * mask.same_document_BT[..., None]
+        sentinel = F.linear(x, self.sentinel_gates)[..., 0].float() + self.copy_scales[1]
+        return norm(q) * self.copy_scales[0].to(q.dtype), norm(k), sentinel
 
     def forward(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Logarithms of the softmax's share and of what is copied from where the target stands, [B, T] each."""
-        q, k, own = self.project(x, mask)
-        every, found = attention_mass(q, k, tokens, targets, mask, self.block)
-        z = torch.logaddexp(every, own)
-        return own - z, found - z
+        """log_lm and log_copy of mixed_cross_entropy, [B, T] each: logs of the softmax's share of
+        probability, and of the probability that is copied from where the target stands."""
+        q, k, sentinel = self.project(x, mask)
+        all_mass, target_mass = attention_mass(q, k, tokens, targets, mask, self.block)
+        total = torch.logaddexp(all_mass, sentinel)
+        return sentinel - total, target_mass - total
 
     def mix(self, x: Tensor, tokens: Tensor, log_p: Tensor, mask: Mask, dense: Tensor) -> Tensor:
-        """Log probabilities [B, T, V] of the whole mixture from those of the softmax; dense: the mask [B, 1, T, T]."""
-        q, k, own = self.project(x, mask)
+        """log_p of the softmax -> log probabilities of the mixture, [B, T, V]. dense: mask [B, 1, T, T]."""
+        q, k, sentinel = self.project(x, mask)
         scores = dense_scores(q, k, dense)
-        z = torch.logaddexp(scores.logsumexp(-1), own)[..., None]
-        copies, p = (scores - z).exp(), (own[..., None] - z + log_p).exp()
-        return p.scatter_add(2, tokens.long()[:, None].expand_as(copies), copies).log()
+        total = torch.logaddexp(scores.logsumexp(-1), sentinel)[..., None]
+        copies, p = (scores - total).exp(), (sentinel[..., None] - total + log_p).exp()
+        copied_ids = tokens.long()[:, None].expand_as(copies)
+        return p.scatter_add(2, copied_ids, copies).log()
 
 
 class GPT(nn.Module):
-    """tokens [B, T] -> log probabilities [B, T, V], or with targets their summed loss. Documents see but themselves."""
+    """tokens [B, T] -> log probabilities [B, T, V], or their summed loss where targets are given."""
     def __init__(self, c: Config, kernels: Kernels = Kernels()):
         super().__init__()
-        self.config, self.kernels, self.table = c, kernels, layer_table(c)
+        self.config, self.kernels, self.layers = c, kernels, layer_table(c)
         dtype, width = kernels.dtype, c.num_heads * c.head_dim
         self.embed = nn.Parameter(torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
-        self.value_embeds = nn.Parameter(0.01 * torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype))
+        value_embeds = torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype)
+        self.value_embeds = nn.Parameter(value_embeds.mul_(0.01))       # all layers' side by side: one gather
         num_rows = len(c.table_orders) * c.table_rows + 1
         self.ngrams = nn.Parameter(torch.zeros(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
-        self.ngrams.touched = []                          # in place of .grad: see Group
-        signs = torch.randint(0, 2, (SIGN_POOL, c.model_dim), generator=torch.Generator().manual_seed(1), device="cpu")
+        self.ngrams.touched = []        # in place of .grad: see Group
+        generator = torch.Generator().manual_seed(1)    # whatever the seed: checkpoints don't hold the signs
+        signs = torch.randint(0, 2, (SIGN_POOL, c.model_dim), generator=generator, device="cpu")
         self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
-        self.ngram_mix, self.pointer = scalars(0.05), Pointer(c, dtype)
-        self.blocks = nn.ModuleList(Block(c, dtype) for _ in self.table)
+        self.ngram_mix = scalars(0.05)
+        self.pointer = Pointer(c, dtype)
+        self.blocks = nn.ModuleList(Block(c, dtype) for _ in self.layers)
         self.head = nn.Parameter(torch.zeros(c.padded_vocab, c.model_dim, dtype=dtype))
+        self.rotary: dict[int, Rotary] = {}        # by row length; not saved
+        self.input_states = input_states
         self.head_gradients, self.cross_entropy = head_gradients, mixed_cross_entropy
-        self.build_mask, self.stem = block_mask if kernels.flex else dense_mask, stem
-        self.rotary: dict[int, Rotary] = {}             # by row length; not saved
-        if kernels.compile:             # by the block: equal layers share one graph, so that a cold start takes seconds
+        self.build_mask = block_mask if kernels.flex else dense_mask
+        if kernels.compile:
+            # By the block, not as a whole: equal layers share one graph, so that a cold start takes seconds
             for module in (*self.blocks, self.pointer):
                 module.compile(dynamic=False, fullgraph=True)
-            for name in ("stem", "head_gradients", "cross_entropy", "build_mask"):
+            for name in ("input_states", "head_gradients", "cross_entropy", "build_mask"):
                 setattr(self, name, torch.compile(getattr(self, name), dynamic=False, fullgraph=True))
 
     def masks(self, segments: Tensor, window: int) -> dict[str, Mask]:
-        """Long layers see window blocks and offset keys, short ones see half of it."""
-        block, previous = self.config.block_tokens, neighbour(segments, 1)
-        wide = torch.full_like(segments[0, 0], window)
-        return {"long": self.build_mask(segments, wide, block)._replace(previous_BT=previous),
-                "short": self.build_mask(segments, (wide // 2).clamp(min=1), block)._replace(
-                    previous_BT=torch.zeros_like(previous))}
+        """{Layer.attention: mask}. Long layers see window blocks and offset keys, short ones half as many."""
+        block = self.config.block_tokens
+        long_window = torch.full_like(segments[0, 0], window)
+        short_window = (long_window // 2).clamp(min=1)
+        offset_keys = torch.ones_like(long_window, dtype=torch.bool)
+        return {"long": self.build_mask(segments, long_window, block)._replace(offset_keys=offset_keys),
+                "short": self.build_mask(segments, short_window, block)._replace(offset_keys=~offset_keys)}
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-        """n-gram rows and signs, [J, B, T, ..]. In training the rows are leaves whose gradients the optimizer wants."""
+        """Rows [J, B, T, E] of the n-gram table and ids of their signs [J, B, T]. The rows are leaves;
+        in training the table keeps them for the optimizer, which wants their gradients."""
         ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
         rows = F.embedding(ids, self.ngrams).requires_grad_()
         if training:
@@ -1073,11 +1212,11 @@ class GPT(nn.Module):
         if T not in self.rotary:
             self.rotary[T] = rotary_tables(T, c.qk_dim, self.embed)
         rows, signs = self.look_up(tokens, segments, training)
-        x0 = self.stem(F.embedding(tokens, self.embed), rows, signs, self.sign_pool, self.ngram_mix)
-        x = x0.view_as(x0)                                # one tensor in two places would be another graph
-        ves = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)     # one gather for all
-        for layer, block in zip(self.table, self.blocks):
-            ve = None if layer.value_table is None else ves[layer.value_table]
+        x0 = self.input_states(F.embedding(tokens, self.embed), rows, signs, self.sign_pool, self.ngram_mix)
+        value_embeddings = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)
+        x = x0.view_as(x0)        # not x0 itself: the first block would get one tensor twice (see Kernels)
+        for layer, block in zip(self.layers, self.blocks):
+            ve = None if layer.value_table is None else value_embeddings[layer.value_table]
             x = block(x, x0, ve, masks[layer.attention], self.rotary[T])
         return norm(x)
 
@@ -1085,28 +1224,38 @@ class GPT(nn.Module):
         segments = segment_ids(tokens_BT, self.config.eod_id)
         masks = self.masks(segments, view.window)
         x = self.hidden(tokens_BT, segments, masks, view.training)
-        if targets_BT is None:
-            log_p = softcap(F.linear(x, self.head), self.config.softcap).log_softmax(-1)
-            dense = dense_mask(segments, torch.full_like(segments[0, 0], view.window), self.config.block_tokens)
-            return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense.dense)
-        return self.loss(x, tokens_BT, targets_BT, masks["long"], view)
+        if targets_BT is not None:
+            return self.loss(x, tokens_BT, targets_BT, masks["long"], view)
+        log_p = softcap(F.linear(x, self.head), self.config.softcap).log_softmax(-1)
+        window = torch.full_like(segments[0, 0], view.window)
+        dense = dense_mask(segments, window, self.config.block_tokens).dense
+        return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense)
 
     def loss(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask, view: View) -> Tensor:
         """Summed loss of final states [B, T, E], row by row."""
-        rows = x, targets, *self.pointer(x, tokens, targets, mask)
-        with torch.set_grad_enabled(view.training):      # validation runs training's graphs up to here
-            parts = zip(*((t if view.training else t.detach()).unbind() for t in rows))
-            return sum(self.row_loss(*part, view, view.row + i) for i, part in enumerate(parts))
+        log_lm, log_copy = self.pointer(x, tokens, targets, mask)
+        if not view.training:
+            # Validation runs training's graphs up to here, but its loss keeps no graph for a backward pass
+            x, log_lm, log_copy = x.detach(), log_lm.detach(), log_copy.detach()
+        # unbind: its backward pass stacks the rows' gradients once, where x[i] would add up B padded copies
+        rows = zip(x.unbind(), targets.unbind(), log_lm.unbind(), log_copy.unbind())
+        total = 0
+        with torch.set_grad_enabled(view.training):
+            for i, row in enumerate(rows):
+                total = total + self.row_loss(*row, view, view.row + i)
+        return total
 
-    def row_loss(self, x: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, row: int) -> Tensor:
+    def row_loss(self, x_TE: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, row: int):
         """Loss of one row: [T, E], [T] thrice -> scalar, over all ids or over candidates of its own."""
         c, w = self.config, self.head
         if view.candidates:
-            ids, columns = candidate_set(targets, len(w), view.candidates, row * view.candidates)
-            targets, w = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()]), w.index_select(0, ids)
+            ids, columns = candidate_set(targets, len(w), view.candidates, start=row * view.candidates)
+            w = w.index_select(0, ids)
+            targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
         if view.training and self.kernels.compile:
-            return HeadLoss.apply(x, w, targets, log_lm, log_copy, c.softcap, self.kernels.fp8, self.head_gradients)
-        return self.cross_entropy(x, w, targets, log_lm, log_copy, c.softcap)
+            fp8, gradients = self.kernels.fp8, self.head_gradients
+            return HeadLoss.apply(x_TE, w, targets, log_lm, log_copy, c.softcap, fp8, gradients)
+        return self.cross_entropy(x_TE, w, targets, log_lm, log_copy, c.softcap)
 
 
 def param_groups(c: Config, model: nn.Module) -> list[dict]:

@@ -231,7 +231,7 @@ def works(tg, run, config):
     assert model.embed.shape == (c.padded_vocab, c.model_dim) and len(model.blocks) == c.num_layers
     assert len(model.ngrams) == len(c.table_orders) * c.table_rows + 1
     assert model.value_embeds.shape == (c.padded_vocab, len(c.value_layers) * c.num_heads * c.head_dim)
-    assert {i for i, row in enumerate(model.table) if row.attention == "long"} == set(c.long_layers)
+    assert {i for i, row in enumerate(model.layers) if row.attention == "long"} == set(c.long_layers)
     if c.compile == "on":
         return "built (compiling takes too long here)"
     with contextlib.closing(small_batches(run)) as loader:
