@@ -524,33 +524,34 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Optimizer
 # A group is a set of parameters that learn alike: one rule, one rate. A bank holds a group's parameters as views
-# of one padded buffer; a shard is one rank's equal part of a bank, and its master the same weights in fp32.
-# A step sums the gradients over the ranks into shards (reduce), applies the rule to this rank's shard (update) and
-# collects all ranks' new weights (gather). To try another rule, write a pure function, put it into RULES, and name
+# of one padded buffer; a shard is one rank's equal part of a bank, and its master has the same weights in fp32.
+# A step sums gradients over the ranks into shards (reduce), applies the rule to this rank's shard (update), and
+# collects all ranks' new weights (gather). To try another rule, write a pure function, put it into RULES and name
 # it in room 5's table. "Record N" is one of the public race, github.com/KellerJordan/modded-nanogpt.
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)   # the new names of torch 2.13
+# The new names came with torch 2.13.
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class Group(NamedTuple):
     """Parameters that share one rule and one rate. A cell that the rule doesn't read is None.
-    A parameter of kind "rows" is a table [R, C] that is looked up by row. Instead of .grad it has .touched: a
-    list of (ids [..], looked-up rows [.., C] whose .grad the optimizer takes), with an entry for each look-up."""
+    A parameter of kind "rows" is a table [R, C] that is looked up by row. It has .touched instead of .grad:
+    a list with (ids [..], looked-up rows [.., C] whose .grad the optimizer takes) for each look-up."""
     name: str
     kind: str                    # the rule, by its name in RULES: muon | adam | rows
     params: dict[str, nn.Parameter]
     lr: float
     betas: tuple[float | None, float | None] = (None, None)
     eps: float | None = None
-    # Where a step shrinks W, it takes another decay x lr x rate of W; rate is lr, or lr sqrt(R / C) for a tall
-    # matrix of muon. 1.2 x 0.039^2 = 0.0018. As lr is in it twice, decay fades faster than the steps do at the end.
+    # Where a step shrinks W, it takes another decay x lr x rate of W: 1.2 x 0.039^2 = 0.0018. rate is lr, or
+    # lr sqrt(R / C) for a tall matrix of muon. With lr in it twice, decay falls faster than steps do with lr.
     decay: float = 0.0
     ema: bool = False            # the final weights are blended with their average over the end of the run
     matmul: bool = False         # these are matrices that multiply activations: utilisation counts them
 
 
 def cautious_step(weight: Tensor, step: Tensor, decay: Tensor) -> None:
-    """W <- W - step - decay W where the step shrinks W (cautious weight decay, Chen et al. 2025). In place."""
+    """W <- W - step - decay W where the step shrinks W (cautious decay, Chen et al. 2025). In place."""
     weight.sub_(step + decay * weight * (step * weight > 0))
 
 
@@ -579,14 +580,15 @@ def muon_update(weight, grad, momentum_buffer, second, lr, momentum, beta2, deca
 
 
 def muon_state(master: Tensor) -> dict[str, Tensor]:
-    """The momentum and, for each neuron, a second moment: [N, R, 1] for tall matrices, [N, 1, C] for wide ones."""
+    """Momentum, and a second moment for each neuron: [N, R, 1] for tall matrices, [N, 1, C] for wide ones."""
     shape = list(master.shape)
     shape[short_side(master.shape)] = 1
     return {"momentum": torch.zeros_like(master), "second": master.new_zeros(shape)}
 
 
 def adam_update(weight, grad, exp_avg, exp_avg_sq, lr, bias1, bias2, beta1, beta2, eps, decay) -> None:
-    """Adam (Kingma & Ba 2015), bias-corrected, any shape, decayed (see Group). In place: weight and both averages."""
+    """Adam (Kingma & Ba 2015) with bias correction, for any shape, decayed (see Group).
+    In place: weight, exp_avg and exp_avg_sq."""
     grad = grad.float()
     exp_avg.mul_(beta1).add_(grad * (1 - beta1))
     exp_avg_sq.mul_(beta2).add_(grad * grad * (1 - beta2))
@@ -599,8 +601,8 @@ def adam_state(master: Tensor) -> dict[str, Tensor]:
 
 
 def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
-    """Sums the gradients [M, C] of equal ids [M] -> distinct ids in order, then `unused` up to M of them; their sums.
-    Shapes are static, the host doesn't wait, and all ranks get the same bits: ids alone fix the order of a sum."""
+    """Sums the gradients [M, C] of equal ids [M]. -> distinct ids in order, filled up with unused [M]; sums [M, C].
+    Shapes are static; the host doesn't wait. ids alone fix the order of sums, so all ranks get the same bits."""
     ordered, place = ids.sort(stable=True)
     slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
     distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
@@ -610,9 +612,9 @@ def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]
 
 
 def rows_update(rows, grad, square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
-    """Row-wise RMS steps without momentum (record 92) on some columns [M, width] of M rows, decayed (see Group).
+    """Row-wise RMS steps without momentum (record 92) for columns [M, width] of M rows, decayed (see Group).
     v <- b^age v + (1 - b) mean of G^2, age: updates since the row's last one;  p <- p - lr G / sqrt(v)
-    square [M]: mean squares of the whole rows' gradients; used [M]: false for slots that hold no row's gradient.
+    square [M]: mean squares of the whole rows' gradients; used [M]: false for slots that hold no row.
     -> new columns, new second moments (v, [M]). Nothing is changed in place."""
     weight, grad = rows.float(), grad.float() * used[:, None]
     second = second * beta2 ** age + (1 - beta2) * square * used
@@ -631,7 +633,7 @@ class Rule(NamedTuple):
     update: Callable             # update(master, grad, *state, **numbers); of a table: see RowBank.update
     reads: tuple[str, ...]       # the numbers that update takes: see numbers_of
     state: Callable              # master -> {name: zeros}, in the order in which update takes them
-    layout: str                  # the bank's: "matrices" [N, R, C] | "flat" [N] | "table" (the parameter itself)
+    layout: str                  # of a bank: "matrices" [N, R, C] | "flat" [N] | "table": one parameter
 
 
 RULES = {
@@ -640,7 +642,7 @@ RULES = {
     "rows": Rule(rows_update, ("lr", "beta2", "eps", "decay"), rows_state, "table")}
 
 def numbers_of(group: Group, steps: int, lr_scale: float, momentum: float) -> dict[str, float | None]:
-    """All that a rule may read in update number `steps` (1, 2, ..). bias: the sum of an average's weights by then."""
+    """All that a rule may read in update number steps (1, 2, ..). bias is the sum of an average's weights."""
     beta1, beta2 = group.betas
     bias1, bias2 = (None if beta is None else 1 - beta ** steps for beta in group.betas)
     return dict(lr=group.lr * lr_scale, momentum=momentum, beta1=beta1, beta2=beta2, bias1=bias1, bias2=bias2,
@@ -653,15 +655,15 @@ def check_group(group: Group) -> None:
         raise ValueError(f"group {group.name}: kind is {group.kind}, expected one of {', '.join(RULES)}")
     rule, numbers = RULES[group.kind], numbers_of(group, 1, 1.0, 0.0)
     for cell in rule.reads:
-        if numbers[cell] is None or (cell == "eps" and numbers[cell] <= 0):         # without eps Adam divides 0 by 0
-            raise ValueError(f"group {group.name}: {cell} is {numbers[cell]}, but the rule {group.kind} reads it; "
+        if numbers[cell] is None or (cell == "eps" and numbers[cell] <= 0):      # without it 0 / 0
+            raise ValueError(f"group {group.name}: the rule {group.kind} reads {cell}, found {numbers[cell]}; "
                              "write a number above 0 into that cell")
     shapes = {tuple(p.shape[-2:]) for p in group.params.values()}
     if rule.layout == "matrices" and (len(shapes) > 1 or len(min(shapes)) < 2):
-        raise ValueError(f"group {group.name}: the rule {group.kind} takes matrices [.., R, C] of one shape, found "
-                         f"{sorted(shapes)}; make a group for each shape")
+        raise ValueError(f"group {group.name}: the rule {group.kind} takes matrices [.., R, C] of one shape, "
+                         f"found {sorted(shapes)}; make a group for each shape")
     if rule.layout == "table" and (group.ema or len(group.params) > 1):
-        raise ValueError(f"group {group.name}: the rule {group.kind} takes one table and no ema; split the group")
+        raise ValueError(f"group {group.name}: the rule {group.kind} takes one table, without ema")
 
 
 class Bank:
@@ -673,20 +675,20 @@ class Bank:
     tensors()                 -> every tensor that a step at rate 0 may change
     gathered()                -> ("PARAMETER/KIND", tensor): exact weights and state, whole, without padding
     load(tensors)             takes over what gathered() gave, on any number of ranks
-    It has group, world, steps (updates so far), weight (whole), master (what this rank updates, exact), state (by
-    name) and, after reduce, grad_shard (of which a step reports the norm)."""
+    It has group, world, steps (updates so far), weight (whole), master (what this rank updates, exact), state
+    (by name) and, after reduce, grad_shard (of which a step reports the norm)."""
 
 
 class DenseBank(Bank):
-    """Parameters with dense gradients, as views of one buffer, so that one collective and one batched kernel serve
-    them all. Zeros at its end make it divide evenly among any number of ranks."""
+    """Parameters with dense gradients, as views of one buffer, so that one collective and one batched kernel
+    serve them all. Zeros at its end make it divide evenly among any number of ranks."""
     def __init__(self, group: Group, world: World):
         self.group, self.world, self.steps = group, world, 0
         rule, params = RULES[group.kind], list(group.params.values())
-        unit, align = torch.Size(), 128                  # so many elements: every view is aligned to 256 bytes
+        unit, align = torch.Size(), 128                  # in elements: every view is aligned to 256 bytes
         if rule.layout == "matrices":
             unit, align = params[0].shape[-2:], 1
-        self.slices, num_units = {}, 0                   # parameter -> where it lies in the buffer's first dimension
+        self.slices, num_units = {}, 0                   # parameter -> its part of the first dimension
         for name, p in group.params.items():
             count = p.numel() // math.prod(unit)
             self.slices[name] = slice(num_units, num_units + count)
@@ -708,7 +710,7 @@ class DenseBank(Bank):
 
     def view_of(self, whole: Tensor, name: str) -> Tensor:
         """A parameter's view of a tensor of the whole bank: in its shape, or with a number for each neuron.
-        Of [2H, R, C] in a bank [N, R, C]: whole[slice].view(2H, R, C); in a state [N, R, 1]: .view(2H, R, 1)."""
+        [2H, R, C] in a bank [N, R, C]: whole[s].view(2H, R, C); in its state [N, R, 1]: whole[s].view(2H, R, 1)."""
         shape, unit = self.group.params[name].shape, whole.shape[1:]
         num_leading = len(shape) - len(unit)
         return whole[self.slices[name]].view(shape[:num_leading] + unit)
@@ -721,7 +723,7 @@ class DenseBank(Bank):
         function(self.master, self.grad_shard, *state, **numbers)
 
     def gather(self) -> list:
-        self.weight_shard.copy_(self.master)             # fp32 weights are their own master: nothing is copied
+        self.weight_shard.copy_(self.master)     # does nothing to fp32 weights, which are their own master
         return [all_gather(self.weight, self.weight_shard, async_op=True)] if self.world.size > 1 else []
 
     def zero_grad(self) -> None:
@@ -754,17 +756,17 @@ class DenseBank(Bank):
 
 
 class RowBank(Bank):
-    """A table of which a step touches few rows. Each rank holds all of it, and updates some columns of those rows.
-    The last row belongs to nobody and stays as it is: look-ups without an answer and free slots point there."""
+    """A table of which a step touches few rows. Every rank holds all of it and updates some columns of them.
+    The last row is nobody's and stays as it is: look-ups without an answer and free slots point there."""
     def __init__(self, group: Group, world: World):
         (self.name, self.table), = group.params.items()
         self.group, self.world, self.steps = group, world, 0
         self.weight = self.master = self.table.data
         self.state = RULES[group.kind].state(self.weight)
-        self.width = round_up(self.table.size(1), world.size) // world.size     # columns of a rank, with padding
+        self.width = round_up(self.table.size(1), world.size) // world.size     # of a rank's columns
 
     def reduce(self) -> list:
-        """Starts to collect all ranks' ids [M], and of all ranks' gradients this rank's columns [M, width]."""
+        """Starts to collect all ranks' ids [M] and this rank's columns [M, width] of all ranks' gradients."""
         size = self.world.size
         ids = torch.cat([ids.flatten() for ids, _ in self.table.touched])
         grads = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
@@ -835,13 +837,14 @@ class Optimizer:
             bank_class = RowBank if RULES[group.kind].layout == "table" else DenseBank
             self.banks.append(bank_class(group, world))
         self.updates = {kind: rule.update for kind, rule in RULES.items()}
-        if compiled:                  # a graph for each shape of matrices, one for all lengths of the other banks
+        if compiled:
             for kind, rule in RULES.items():
-                self.updates[kind] = torch.compile(rule.update, dynamic=rule.layout != "matrices", fullgraph=True)
+                dynamic = rule.layout != "matrices"      # one graph for all lengths; else one for each shape
+                self.updates[kind] = torch.compile(rule.update, dynamic=dynamic, fullgraph=True)
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
-        """Updates everything, zeroes the gradients. -> squared gradient norm of each bank's shard, [banks]."""
+        """Updates all banks, zeroes the gradients. -> squared gradient norm of each bank's shard, [banks]."""
         reductions = [bank.reduce() for bank in self.banks]
         gathers, norms = [], []
         for bank, works in zip(self.banks, reductions):
@@ -857,18 +860,18 @@ class Optimizer:
         return torch.stack(norms)
 
     def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
-        """Applies the bank's rule once, at lr_scale times its rate. Muon's momentum comes from the schedule."""
+        """Applies the bank's rule, at lr_scale times the group's rate. Only muon reads momentum."""
         bank.steps += 1
         kind, available = bank.group.kind, numbers_of(bank.group, bank.steps, lr_scale, momentum)
-        # As 0-D CPU tensors: a float would be part of the compiled graph. A new value would compile a new graph,
-        # or (seen with torch 2.13) get one out of the cache on disk that holds another script's value.
+        # As 0-D CPU tensors: a float becomes part of the compiled graph. A new value then compiles a new graph
+        # or (seen with torch 2.13) gets one from the cache on disk that holds another script's value.
         numbers = {name: torch.tensor(available[name]) for name in RULES[kind].reads}
         bank.update(self.updates[kind], numbers)
 
     @torch.no_grad()
     def average(self, rate: float, share: float = 0.0) -> None:
-        """Moves the average of the weights towards them: by rate, 1 begins it. With a share > 0 the weights then
-        move by that share towards the average."""
+        """Moves the average of the weights by rate towards them; 1 begins it. With a share > 0 the weights
+        then move by that share towards the average."""
         for bank in self.banks:
             if bank.group.ema:
                 bank.state["ema"].lerp_(bank.master, rate)
@@ -1127,9 +1130,9 @@ class GPT(nn.Module):
 
 
 class Family(NamedTuple):
-    """Parameters that learn alike: a row of param_groups. None: the kind's rule (room 4) doesn't read this cell."""
+    """Parameters that learn alike: a row of param_groups. None: the rule (see RULES) doesn't read it."""
     name: str
-    kind: str                    # muon: matrices of one shape | adam: anything | rows: one table, looked up by row
+    kind: str                    # muon: matrices of one shape | adam: any | rows: a table, looked up by row
     pattern: str                 # a regular expression for the whole name of a parameter
     lr: float
     betas: tuple[float | None, float | None]
@@ -1162,7 +1165,7 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
         owners = [family.name for family in families if re.fullmatch(family.pattern, name)]
         if len(owners) != 1:
             remedy = f"let only one of {', '.join(owners)} match it" if owners else "add it to a pattern"
-            raise ValueError(f"parameter {name} belongs to {len(owners)} banks, not 1: {remedy} in param_groups")
+            raise ValueError(f"parameter {name} belongs to {len(owners)} groups: {remedy} in param_groups")
         params[owners[0]][name] = p
     groups = []
     for family in families:
