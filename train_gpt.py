@@ -523,11 +523,11 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Optimizer
-# A group is a set of parameters that learn alike: one rule, one rate. A bank holds a group's parameters as views
-# of one padded buffer; a shard is one rank's equal part of a bank, and its master has the same weights in fp32.
-# A step sums gradients over the ranks into shards (reduce), applies the rule to this rank's shard (update), and
-# collects all ranks' new weights (gather). To try another rule, write a pure function, put it into RULES and name
-# it in room 5's table. "Record N" is one of the public race, github.com/KellerJordan/modded-nanogpt.
+# A group is a set of parameters that learn alike: one rule, one rate. A bank holds a group's parameters as
+# views of one padded buffer; a shard is a rank's equal part of a bank, its master the same weights in fp32.
+# A step sums gradients over the ranks into shards (reduce), applies the rule to the own shard (update) and
+# collects all ranks' new weights (gather). To try another rule, write a pure function, put it into RULES, and
+# name it in room 5's table. "Record N" is one of the public race, github.com/KellerJordan/modded-nanogpt.
 
 # The new names came with torch 2.13.
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -601,8 +601,8 @@ def adam_state(master: Tensor) -> dict[str, Tensor]:
 
 
 def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
-    """Sums the gradients [M, C] of equal ids [M]. -> distinct ids in order, filled up with unused [M]; sums [M, C].
-    Shapes are static; the host doesn't wait. ids alone fix the order of sums, so all ranks get the same bits."""
+    """Sums the gradients [M, C] of equal ids [M]. -> distinct ids in order, then unused [M]; sums [M, C].
+    Shapes are static, the host doesn't wait, ids alone fix the order of a sum: ranks get the same bits."""
     ordered, place = ids.sort(stable=True)
     slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
     distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
@@ -655,15 +655,15 @@ def check_group(group: Group) -> None:
         raise ValueError(f"group {group.name}: kind is {group.kind}, expected one of {', '.join(RULES)}")
     rule, numbers = RULES[group.kind], numbers_of(group, 1, 1.0, 0.0)
     for cell in rule.reads:
-        if numbers[cell] is None or (cell == "eps" and numbers[cell] <= 0):      # without it 0 / 0
-            raise ValueError(f"group {group.name}: the rule {group.kind} reads {cell}, found {numbers[cell]}; "
-                             "write a number above 0 into that cell")
+        if numbers[cell] is None or (cell == "eps" and numbers[cell] <= 0):      # an eps of 0 gives 0 / 0
+            raise ValueError(f"group {group.name}: rule {group.kind} reads {cell}, found {numbers[cell]}: "
+                             "write a number into that cell (eps: above 0)")
     shapes = {tuple(p.shape[-2:]) for p in group.params.values()}
     if rule.layout == "matrices" and (len(shapes) > 1 or len(min(shapes)) < 2):
-        raise ValueError(f"group {group.name}: the rule {group.kind} takes matrices [.., R, C] of one shape, "
+        raise ValueError(f"group {group.name}: rule {group.kind} takes matrices [.., R, C] of one shape, "
                          f"found {sorted(shapes)}; make a group for each shape")
     if rule.layout == "table" and (group.ema or len(group.params) > 1):
-        raise ValueError(f"group {group.name}: the rule {group.kind} takes one table, without ema")
+        raise ValueError(f"group {group.name}: rule {group.kind} takes one table, without ema")
 
 
 class Bank:
@@ -710,7 +710,7 @@ class DenseBank(Bank):
 
     def view_of(self, whole: Tensor, name: str) -> Tensor:
         """A parameter's view of a tensor of the whole bank: in its shape, or with a number for each neuron.
-        [2H, R, C] in a bank [N, R, C]: whole[s].view(2H, R, C); in its state [N, R, 1]: whole[s].view(2H, R, 1)."""
+        [2H, R, C] in a bank [N, R, C] is whole[s].view(2H, R, C), in a state [N, R, 1] .view(2H, R, 1)."""
         shape, unit = self.group.params[name].shape, whole.shape[1:]
         num_leading = len(shape) - len(unit)
         return whole[self.slices[name]].view(shape[:num_leading] + unit)
@@ -863,8 +863,8 @@ class Optimizer:
         """Applies the bank's rule, at lr_scale times the group's rate. Only muon reads momentum."""
         bank.steps += 1
         kind, available = bank.group.kind, numbers_of(bank.group, bank.steps, lr_scale, momentum)
-        # As 0-D CPU tensors: a float becomes part of the compiled graph. A new value then compiles a new graph
-        # or (seen with torch 2.13) gets one from the cache on disk that holds another script's value.
+        # As 0-D CPU tensors: a float becomes part of the compiled graph. A new value then compiles a new
+        # graph or (seen with torch 2.13) gets one from the cache on disk that holds another script's value.
         numbers = {name: torch.tensor(available[name]) for name in RULES[kind].reads}
         bank.update(self.updates[kind], numbers)
 
