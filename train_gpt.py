@@ -523,11 +523,10 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Optimizer
-# A group is a set of parameters that learn alike: one rule, one rate. A bank holds a group's parameters as
-# views of one padded buffer; a shard is a rank's equal part of a bank, its master the same weights in fp32.
-# A step sums gradients over the ranks into shards (reduce), applies the rule to the own shard (update) and
-# collects all ranks' new weights (gather). To try another rule, write a pure function, put it into RULES, and
-# name it in room 5's table. "Record N" is one of the public race, github.com/KellerJordan/modded-nanogpt.
+# A group is parameters that learn alike: one rule, one rate. A bank holds a group's parameters as views of a
+# padded buffer, a shard is a rank's equal part of a bank, and its master the same weights in fp32. A step sums
+# gradients over the ranks into shards (reduce), applies the rule to the own shard (update), collects all new
+# weights (gather). To try another rule, write a pure function, put it into RULES, name it in room 5's table.
 
 # The new names came with torch 2.13.
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -612,7 +611,8 @@ def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]
 
 
 def rows_update(rows, grad, square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
-    """Row-wise RMS steps without momentum (record 92) for columns [M, width] of M rows, decayed (see Group).
+    """Row-wise RMS steps without momentum for columns [M, width] of M rows, decayed (see Group). From
+    record 92 of the public race (github.com/KellerJordan/modded-nanogpt).
     v <- b^age v + (1 - b) mean of G^2, age: updates since the row's last one;  p <- p - lr G / sqrt(v)
     square [M]: mean squares of the whole rows' gradients; used [M]: false for slots that hold no row.
     -> new columns, new second moments (v, [M]). Nothing is changed in place."""
@@ -685,10 +685,10 @@ class DenseBank(Bank):
     def __init__(self, group: Group, world: World):
         self.group, self.world, self.steps = group, world, 0
         rule, params = RULES[group.kind], list(group.params.values())
-        unit, align = torch.Size(), 128                  # in elements: every view is aligned to 256 bytes
+        unit, align = torch.Size(), 128          # what the first dimension counts; 256 bytes for aligned views
         if rule.layout == "matrices":
             unit, align = params[0].shape[-2:], 1
-        self.slices, num_units = {}, 0                   # parameter -> its part of the first dimension
+        self.slices, num_units = {}, 0           # parameter -> its part of the first dimension
         for name, p in group.params.items():
             count = p.numel() // math.prod(unit)
             self.slices[name] = slice(num_units, num_units + count)
@@ -779,13 +779,15 @@ class RowBank(Bank):
                 dist.all_to_all_single(self.grads, columns_by_rank, async_op=True)]
 
     def update(self, function: Callable, numbers: dict[str, Tensor]) -> None:
+        """Sums gradients by row, has this rank's columns of those rows updated, and writes them on all ranks."""
         nobody = len(self.weight) - 1
         ids, grads = merge_rows(self.ids, self.grads, nobody)
         square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
         square = self.world.reduced(square) / self.table.size(1)
         second, seen = self.state["second"], self.state["seen"]
         age = self.steps - seen[ids]
-        rows, second[ids] = function(self.read(ids), grads, square, second[ids], age, ids < nobody, **numbers)
+        rows, moments = function(self.read(ids), grads, square, second[ids], age, ids < nobody, **numbers)
+        second[ids] = moments
         seen[ids] = torch.full_like(age, self.steps)
         self.write(ids, rows)
 
