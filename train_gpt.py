@@ -524,7 +524,7 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Optimizer
 # A group is parameters that learn alike: one rule, one rate. A bank holds a group's parameters as views of a
-# padded buffer, a shard is a rank's equal part of a bank, and its master the same weights in fp32. A step sums
+# padded buffer, a shard is a rank's equal part of a bank, its master the same weights in fp32. A step sums
 # gradients over the ranks into shards (reduce), applies the rule to the own shard (update), collects all new
 # weights (gather). To try another rule, write a pure function, put it into RULES, name it in room 5's table.
 
@@ -685,7 +685,7 @@ class DenseBank(Bank):
     def __init__(self, group: Group, world: World):
         self.group, self.world, self.steps = group, world, 0
         rule, params = RULES[group.kind], list(group.params.values())
-        unit, align = torch.Size(), 128          # what the first dimension counts; 256 bytes for aligned views
+        unit, align = torch.Size(), 128          # what the first dimension counts; 128 are 256 bytes
         if rule.layout == "matrices":
             unit, align = params[0].shape[-2:], 1
         self.slices, num_units = {}, 0           # parameter -> its part of the first dimension
@@ -779,7 +779,7 @@ class RowBank(Bank):
                 dist.all_to_all_single(self.grads, columns_by_rank, async_op=True)]
 
     def update(self, function: Callable, numbers: dict[str, Tensor]) -> None:
-        """Sums gradients by row, has this rank's columns of those rows updated, and writes them on all ranks."""
+        """Sums gradients by row, updates this rank's columns of these rows, and writes them on all ranks."""
         nobody = len(self.weight) - 1
         ids, grads = merge_rows(self.ids, self.grads, nobody)
         square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
