@@ -49,7 +49,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from subprocess import DEVNULL, PIPE
-from typing import Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -708,185 +708,294 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Optimizer
-# Pure update rules, and one class that shards them over ranks: reduce, update a shard, gather. It knows but groups.
+# A group is parameters that learn alike: one rule, one rate. A bank holds a group's parameters as views of a
+# padded buffer, a shard is a rank's equal part of a bank, its master the same weights in fp32. A step sums
+# gradients over the ranks into shards (reduce), applies the rule to the own shard (update), collects all new
+# weights (gather). To try another rule, write a pure function, put it into RULES, name it in room 5's table.
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)      # the new names of torch 2.13
+# The new names came with torch 2.13.
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class Group(NamedTuple):
-    """Parameters that share one rule and one rate.
-    kind: muon (matrices [.., R, C] of one shape) | adam (any) | rows (one table [R, C] that is looked up by row).
-    A rows parameter has no .grad but .touched: a list of (ids [..], looked-up rows [.., C] whose .grad is wanted)."""
+    """Parameters that share one rule and one rate. A cell that the rule doesn't read is None.
+    A parameter of kind "rows" is a table [R, C] that is looked up by row. It has .touched instead of .grad:
+    a list with (ids [..], looked-up rows [.., C] whose .grad the optimizer takes) for each look-up."""
     name: str
-    kind: str
+    kind: str                    # the rule, by its name in RULES: muon | adam | rows
     params: dict[str, nn.Parameter]
     lr: float
-    betas: tuple[float, float] = (0.8, 0.95)
-    eps: float = 1e-10
-    decay: float = 0.0           # cautious: only where the step goes towards zero anyway
-    ema: bool = False           # whether the final weights are blended with an average over the tail of the run
+    betas: tuple[float | None, float | None] = (None, None)
+    eps: float | None = None
+    # Where a step shrinks W, it takes another decay x lr x rate of W: 1.2 x 0.039^2 = 0.0018. rate is lr, or
+    # lr sqrt(R / C) for a tall matrix of muon. With lr in it twice, decay falls faster than steps do with lr.
+    decay: float = 0.0
+    ema: bool = False            # the final weights are blended with their average over the end of the run
+    matmul: bool = False         # these are matrices that multiply activations: utilisation counts them
 
 
 def cautious_step(weight: Tensor, step: Tensor, decay: Tensor) -> None:
-    """W <- W - step - decay W where the step shrinks W (cautious weight decay, Chen et al. 2025). In place."""
+    """W <- W - step - decay W where the step shrinks W (cautious decay, Chen et al. 2025). In place."""
     weight.sub_(step + decay * weight * (step * weight > 0))
 
 
-def muon_update(weight, grad, momentum_buffer, second, lr, momentum, beta2, decay, dtype: torch.dtype) -> None:
-    """NorMuon (Li et al. 2025) on a stack [N, R, C]: Muon with a variance for each of the max(R, C) neurons.
+def short_side(shape: torch.Size) -> int:
+    """The dimension of a matrix [.., R, C] that NorMuon averages over, so that max(R, C) numbers are left."""
+    return -1 if shape[-2] >= shape[-1] else -2
+
+
+def muon_update(weight, grad, momentum_buffer, second, lr, momentum, beta2, decay) -> None:
+    """NorMuon (Li et al. 2025) on a stack [N, R, C]: Muon (Jordan et al. 2024), a variance for each neuron.
     M <- mu M + (1 - mu) G;  O = orth((1 - mu) G + mu M);  v <- b v + (1 - b) mean over the short side of O^2
-    O <- O / sqrt(v), rescaled to its old norm;  W <- W - lr sqrt(max(1, R/C)) O, decayed by decay lr^2 ..
+    O <- O / sqrt(v), rescaled to its old norm;  W <- W - lr sqrt(max(1, R/C)) O, decayed (see Group).
+    The dtype of the gradients is that of the matrix products in orth.
     In place: weight, momentum_buffer, second (v, [N, R, 1] or [N, 1, C])."""
-    grad = grad.float()
+    dtype, grad = grad.dtype, grad.float()
     momentum_buffer.mul_(momentum).add_(grad * (1 - momentum))
     update = orthogonalize(grad * (1 - momentum) + momentum_buffer * momentum, dtype).float()
-    side = -1 if second.size(-1) == 1 else -2
-    second.mul_(beta2).add_(update.square().mean(side, keepdim=True) * (1 - beta2))
+    mean_square = update.square().mean(short_side(weight.shape), keepdim=True)
+    second.mul_(beta2).add_(mean_square * (1 - beta2))
     scaled = update * second.clamp(min=1e-20).rsqrt()
-    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, scaled))
+    before = update.norm(dim=(-2, -1), keepdim=True)
+    after = scaled.norm(dim=(-2, -1), keepdim=True)
     scaled = scaled * (before / after.clamp(min=1e-20))
     rate = lr * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
     cautious_step(weight, rate * scaled, decay * lr * rate)
 
 
+def muon_state(master: Tensor) -> dict[str, Tensor]:
+    """Momentum, and a second moment for each neuron: [N, R, 1] for tall matrices, [N, 1, C] for wide ones."""
+    shape = list(master.shape)
+    shape[short_side(master.shape)] = 1
+    return {"momentum": torch.zeros_like(master), "second": master.new_zeros(shape)}
+
+
 def adam_update(weight, grad, exp_avg, exp_avg_sq, lr, bias1, bias2, beta1, beta2, eps, decay) -> None:
-    """Adam (Kingma & Ba 2015), bias-corrected, any shape, decayed by decay lr^2. In place: weight and both averages."""
+    """Adam (Kingma & Ba 2015) with bias correction, for any shape, decayed (see Group).
+    In place: weight, exp_avg and exp_avg_sq."""
     grad = grad.float()
     exp_avg.mul_(beta1).add_(grad * (1 - beta1))
     exp_avg_sq.mul_(beta2).add_(grad * grad * (1 - beta2))
     cautious_step(weight, lr / bias1 * exp_avg / ((exp_avg_sq / bias2).sqrt() + eps), decay * lr * lr)
 
 
+def adam_state(master: Tensor) -> dict[str, Tensor]:
+    """The averages of gradients and of their squares."""
+    return {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+
+
 def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
-    """Sums of the gradients [M, C] of equal ids [M] -> as many slots: distinct ids in order, then unused; their sums.
-    Static shapes, no host synchronisation; sums in an order that follows from ids alone: the same bits on all ranks."""
+    """Sums the gradients [M, C] of equal ids [M]. -> distinct ids in order, then unused [M]; sums [M, C].
+    Shapes are static, the host doesn't wait, ids alone fix the order of a sum: ranks get the same bits."""
     ordered, place = ids.sort(stable=True)
     slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
     distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
     slots = torch.empty_like(slot).scatter_(0, place, slot)
+    # An embedding's backward pass is this very sum: of the gradients of all positions that looked up a slot.
     return distinct, torch.ops.aten.embedding_dense_backward(grads, slots, len(ids), -1, False)
 
 
 def rows_update(rows, grad, square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
-    """Row-wise RMS steps without momentum (record 92): columns of new rows [M, ..] and second moments [M].
-    v <- b^age v + (1 - b) mean of G^2, age being the updates since the row's last one;  p <- p - lr G / sqrt(v)."""
+    """Row-wise RMS steps without momentum for columns [M, width] of M rows, decayed (see Group). From
+    record 92 of the public race (github.com/KellerJordan/modded-nanogpt).
+    v <- b^age v + (1 - b) mean of G^2, age: updates since the row's last one;  p <- p - lr G / sqrt(v)
+    square [M]: mean squares of the whole rows' gradients; used [M]: false for slots that hold no row.
+    -> new columns, new second moments (v, [M]). Nothing is changed in place."""
     weight, grad = rows.float(), grad.float() * used[:, None]
     second = second * beta2 ** age + (1 - beta2) * square * used
     cautious_step(weight, lr * grad / (second.sqrt() + eps)[:, None], decay * lr * lr)
     return weight.to(rows.dtype), second
 
 
+def rows_state(table: Tensor) -> dict[str, Tensor]:
+    """For each row its second moment, and the number of the update in which it was last touched."""
+    second = torch.zeros(len(table), device=table.device)
+    return {"second": second, "seen": second.int()}
+
+
+class Rule(NamedTuple):
+    """How a bank learns. A group's kind names one."""
+    update: Callable             # update(master, grad, *state, **numbers); of a table: see RowBank.update
+    reads: tuple[str, ...]       # the numbers that update takes: see numbers_of
+    state: Callable              # master -> {name: zeros}, in the order in which update takes them
+    layout: str                  # of a bank: "matrices" [N, R, C] | "flat" [N] | "table": one parameter
+
+
+RULES = {
+    "muon": Rule(muon_update, ("lr", "momentum", "beta2", "decay"), muon_state, "matrices"),
+    "adam": Rule(adam_update, ("lr", "beta1", "beta2", "bias1", "bias2", "eps", "decay"), adam_state, "flat"),
+    "rows": Rule(rows_update, ("lr", "beta2", "eps", "decay"), rows_state, "table")}
+
+def numbers_of(group: Group, steps: int, lr_scale: float, momentum: float) -> dict[str, float | None]:
+    """All that a rule may read in update number steps (1, 2, ..). bias is the sum of an average's weights."""
+    beta1, beta2 = group.betas
+    bias1, bias2 = (None if beta is None else 1 - beta ** steps for beta in group.betas)
+    return dict(lr=group.lr * lr_scale, momentum=momentum, beta1=beta1, beta2=beta2, bias1=bias1, bias2=bias2,
+                eps=group.eps, decay=group.decay)
+
+
+def check_group(group: Group) -> None:
+    """Raises ValueError for a group that its rule can't update."""
+    if group.kind not in RULES:
+        raise ValueError(f"group {group.name}: kind is {group.kind}, expected one of {', '.join(RULES)}")
+    rule, numbers = RULES[group.kind], numbers_of(group, 1, 1.0, 0.0)
+    for cell in rule.reads:
+        if numbers[cell] is None or (cell == "eps" and numbers[cell] <= 0):      # an eps of 0 gives 0 / 0
+            raise ValueError(f"group {group.name}: rule {group.kind} reads {cell}, found {numbers[cell]}: "
+                             "write a number into that cell (eps: above 0)")
+    shapes = {tuple(p.shape[-2:]) for p in group.params.values()}
+    if rule.layout == "matrices" and (len(shapes) > 1 or len(min(shapes)) < 2):
+        raise ValueError(f"group {group.name}: rule {group.kind} takes matrices [.., R, C] of one shape, "
+                         f"found {sorted(shapes)}; make a group for each shape")
+    if rule.layout == "table" and (group.ema or len(group.params) > 1):
+        raise ValueError(f"group {group.name}: rule {group.kind} takes one table, without ema")
+
+
 class Bank:
-    """A group's parameters as views of one padded buffer, so that one collective and one batched kernel serve all.
-    Muon banks are [N, R, C], Adam banks flat. Each rank has fp32 masters and state of 1/size of the first dimension."""
+    """What Optimizer asks of a bank, be it a DenseBank or a RowBank:
+    reduce()                  starts to sum the gradients over the ranks -> communication to wait for
+    update(function, numbers) applies the rule's function (compiled or not) to this rank's shard
+    gather()                  starts to collect all ranks' new weights -> communication to wait for
+    zero_grad()               forgets the gradients
+    tensors()                 -> every tensor that a step at rate 0 may change
+    gathered()                -> ("PARAMETER/KIND", tensor): exact weights and state, whole, without padding
+    load(tensors)             takes over what gathered() gave, on any number of ranks
+    It has group, world, steps (updates so far), weight (whole), master (what this rank updates, exact), state
+    (by name) and, after reduce, grad_shard (of which a step reports the norm)."""
+
+
+class DenseBank(Bank):
+    """Parameters with dense gradients, as views of one buffer, so that one collective and one batched kernel
+    serve them all. Zeros at its end make it divide evenly among any number of ranks."""
     def __init__(self, group: Group, world: World):
-        self.group, self.world, self.steps, self.slices = group, world, 0, {}
-        params = list(group.params.values())
-        unit = params[0].shape[-2:] if group.kind == "muon" else ()
-        align = 1 if group.kind == "muon" else 128       # keeps every view 256-byte aligned
-        counts = [p.numel() // math.prod(unit) for p in params]
-        total = round_up(sum(round_up(count, align) for count in counts), align * world.size)
-        self.weight = torch.zeros(total, *unit, dtype=params[0].dtype, device=world.device)
-        self.grad, start = torch.zeros_like(self.weight), 0
-        for (name, p), count in zip(group.params.items(), counts):
-            self.slices[name] = slice(start, start + count)
-            self.part(self.weight, name).copy_(p.data)
-            p.data, p.grad = self.part(self.weight, name), self.part(self.grad, name)
-            start += round_up(count, align)
-        size = total // world.size
-        self.mine = slice(world.rank * size, (world.rank + 1) * size)
-        self.weight_shard = self.weight[self.mine]
+        self.group, self.world, self.steps = group, world, 0
+        rule, params = RULES[group.kind], list(group.params.values())
+        unit, align = torch.Size(), 128          # what the first dimension counts; 128 are 256 bytes
+        if rule.layout == "matrices":
+            unit, align = params[0].shape[-2:], 1
+        self.slices, num_units = {}, 0           # parameter -> its part of the first dimension
+        for name, p in group.params.items():
+            count = p.numel() // math.prod(unit)
+            self.slices[name] = slice(num_units, num_units + count)
+            num_units += round_up(count, align)
+        num_units = round_up(num_units, align * world.size)
+        self.weight = torch.zeros(num_units, *unit, dtype=params[0].dtype, device=world.device)
+        self.grad = torch.zeros_like(self.weight)
+        for name, p in group.params.items():
+            self.view_of(self.weight, name).copy_(p.data)
+            p.data, p.grad = self.view_of(self.weight, name), self.view_of(self.grad, name)
+        shard_len = num_units // world.size
+        self.shard_slice = slice(world.rank * shard_len, (world.rank + 1) * shard_len)
+        self.weight_shard = self.weight[self.shard_slice]
         self.grad_shard = self.grad if world.size == 1 else torch.zeros_like(self.weight_shard)
         self.master = self.weight_shard if self.weight.dtype == torch.float32 else self.weight_shard.float()
-        self.state = {name: torch.zeros_like(self.master) for name in {
-            "muon": ("momentum",), "adam": ("exp_avg", "exp_avg_sq")}[group.kind] + ("ema",) * group.ema}
-        if group.kind == "muon":                         # a number for each neuron, along the long side
-            self.state["second"] = self.master.new_zeros(size, *((unit[0], 1) if unit[0] >= unit[1] else (1, unit[1])))
+        self.state = rule.state(self.master)
+        if group.ema:
+            self.state["ema"] = torch.zeros_like(self.master)
 
-    def part(self, full: Tensor, name: str) -> Tensor:
-        """The parameter's view of a buffer of the whole bank: in its shape, or with a number for each neuron."""
-        shape = self.group.params[name].shape
-        return full[self.slices[name]].view(shape[:len(shape) + 1 - full.ndim] + full.shape[1:])
+    def view_of(self, whole: Tensor, name: str) -> Tensor:
+        """A parameter's view of a tensor of the whole bank: in its shape, or with a number for each neuron.
+        [2H, R, C] in a bank [N, R, C] is whole[s].view(2H, R, C), in a state [N, R, 1] .view(2H, R, 1)."""
+        shape, unit = self.group.params[name].shape, whole.shape[1:]
+        num_leading = len(shape) - len(unit)
+        return whole[self.slices[name]].view(shape[:num_leading] + unit)
 
-    def reduce(self):
-        """Start summing gradients over the ranks into this rank's shard. -> what to wait for."""
+    def reduce(self) -> list:
         return [reduce_scatter(self.grad_shard, self.grad, async_op=True)] if self.world.size > 1 else []
 
-    def gather(self):
-        """Start collecting all ranks' new weights. -> what to wait for."""
-        self.weight_shard.copy_(self.master)             # where they are one tensor: nothing happens
+    def update(self, function: Callable, numbers: dict[str, Tensor]) -> None:
+        state = [tensor for name, tensor in self.state.items() if name != "ema"]
+        function(self.master, self.grad_shard, *state, **numbers)
+
+    def gather(self) -> list:
+        self.weight_shard.copy_(self.master)     # does nothing to fp32 weights, which are their own master
         return [all_gather(self.weight, self.weight_shard, async_op=True)] if self.world.size > 1 else []
 
     def zero_grad(self) -> None:
         self.grad.zero_()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that a step at rate 0 may change."""
         return [self.weight, self.grad, self.master, *self.state.values()]
 
-    def exact(self) -> dict[str, Tensor]:
+    def state_to_save(self) -> dict[str, Tensor]:
         """This rank's shards of what a checkpoint keeps."""
         return {"weight": self.master, **self.state}
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        for kind, full in self.exact().items():
-            if len(full) < len(self.weight):
-                shard, full = full, full.new_empty(len(self.weight), *full.shape[1:])
-                all_gather(full, shard)
-            yield from ((f"{name}/{kind}", self.part(full, name)) for name in self.slices)
+        for kind, shard in self.state_to_save().items():
+            whole = shard
+            if self.world.size > 1:
+                whole = shard.new_empty(len(self.weight), *shard.shape[1:])
+                all_gather(whole, shard)
+            for name in self.slices:
+                yield f"{name}/{kind}", self.view_of(whole, name)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        for kind, shard in self.exact().items():
-            full = shard if len(shard) == len(self.weight) else shard.new_zeros(len(self.weight), *shard.shape[1:])
+        for kind, shard in self.state_to_save().items():
+            whole = shard.new_zeros(len(self.weight), *shard.shape[1:])
             for name in self.slices:
-                self.part(full, name).copy_(tensors[f"{name}/{kind}"])
-            shard.copy_(full[self.mine])
+                self.view_of(whole, name).copy_(tensors[f"{name}/{kind}"])
+            shard.copy_(whole[self.shard_slice])
             if kind == "weight":
-                self.weight.copy_(full)
+                self.weight.copy_(whole)
 
 
 class RowBank(Bank):
-    """A table of which a step touches few rows. Every rank holds all of it, and updates some columns of touched rows.
-    The last row belongs to nobody and stays as it is: lookups without an answer and free slots point there."""
+    """A table of which a step touches few rows. Every rank holds all of it and updates some columns of them.
+    The last row is nobody's and stays as it is: look-ups without an answer and free slots point there."""
     def __init__(self, group: Group, world: World):
-        (name, self.table), = group.params.items()
+        (self.name, self.table), = group.params.items()
         self.group, self.world, self.steps = group, world, 0
         self.weight = self.master = self.table.data
-        self.mine, self.slices, self.width = slice(None), {name: slice(None)}, -(-self.table.size(1) // world.size)
-        second = torch.zeros(len(self.weight), device=world.device)
-        self.state = dict(second=second, seen=second.int())
+        self.state = RULES[group.kind].state(self.weight)
+        self.width = round_up(self.table.size(1), world.size) // world.size     # of a rank's columns
 
-    def part(self, full: Tensor, name: str) -> Tensor:
-        return full
-
-    def reduce(self):
-        """Start collecting all ranks' ids [M] and this rank's columns of all ranks' gradients [M, width]."""
-        self.ids, size = torch.cat([ids.flatten() for ids, _ in self.table.touched]), self.world.size
-        self.grads = self.grad_shard = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
+    def reduce(self) -> list:
+        """Starts to collect all ranks' ids [M] and this rank's columns [M, width] of all ranks' gradients."""
+        size = self.world.size
+        ids = torch.cat([ids.flatten() for ids, _ in self.table.touched])
+        grads = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
+        self.ids, self.grads, self.grad_shard = ids, grads, grads
         if size == 1:
             return []
-        ids, parts = self.ids, torch.cat(F.pad(self.grads, (0, -self.grads.size(1) % size)).chunk(size, 1))
-        self.ids, self.grads = ids.new_empty(size * len(ids)), torch.empty_like(parts)
-        return [all_gather(self.ids, ids, async_op=True), dist.all_to_all_single(self.grads, parts, async_op=True)]
+        columns_by_rank = torch.cat(F.pad(grads, (0, size * self.width - grads.size(1))).chunk(size, 1))
+        self.ids, self.grads = ids.new_empty(size * len(ids)), torch.empty_like(columns_by_rank)
+        return [all_gather(self.ids, ids, async_op=True),
+                dist.all_to_all_single(self.grads, columns_by_rank, async_op=True)]
 
-    def look_up(self, ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's columns of rows [M, width]; mean squares [M] of whole gradients."""
+    def update(self, function: Callable, numbers: dict[str, Tensor]) -> None:
+        """Sums gradients by row, updates this rank's columns of these rows, and writes them on all ranks."""
+        nobody = len(self.weight) - 1
+        ids, grads = merge_rows(self.ids, self.grads, nobody)
         square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
         square = self.world.reduced(square) / self.table.size(1)
+        second, seen = self.state["second"], self.state["seen"]
+        age = self.steps - seen[ids]
+        rows, moments = function(self.read(ids), grads, square, second[ids], age, ids < nobody, **numbers)
+        second[ids] = moments
+        seen[ids] = torch.full_like(age, self.steps)
+        self.write(ids, rows)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """This rank's columns of rows, [M, width]; the last ranks' are padded with zeros."""
         if self.world.size == 1:
-            return self.weight[ids], square
-        rows = self.weight[:, self.world.rank * self.width:(self.world.rank + 1) * self.width][ids]
-        return F.pad(rows, (0, self.width - rows.size(1))), square
+            return self.weight[ids]
+        begin = self.world.rank * self.width
+        columns = self.weight[:, begin:begin + self.width][ids]
+        return F.pad(columns, (0, self.width - columns.size(1)))
 
-    def write(self, ids: Tensor, rows: Tensor) -> None:
+    def write(self, ids: Tensor, columns: Tensor) -> None:
+        """Puts all ranks' columns of the rows into every rank's table."""
+        rows = columns
         if self.world.size > 1:
-            parts = rows.new_empty(self.world.size * len(rows), self.width)
-            all_gather(parts, rows)
+            parts = columns.new_empty(self.world.size * len(columns), self.width)
+            all_gather(parts, columns)
             rows = torch.cat(parts.chunk(self.world.size), 1)[:, :self.table.size(1)]
-        self.weight.view(torch.int64)[ids] = rows.contiguous().view(torch.int64)       # four bf16 at once
+        # As int64, one index moves four bf16 at once (two fp32 on a CPU).
+        self.weight.view(torch.int64)[ids] = rows.contiguous().view(torch.int64)
 
-    def gather(self):
-        """Nothing: write has done it."""
+    def gather(self) -> list:
+        """Does nothing: write has already collected the new rows."""
         return []
 
     def zero_grad(self) -> None:
@@ -896,24 +1005,36 @@ class RowBank(Bank):
     def tensors(self) -> list[Tensor]:
         return list(self.state.values())
 
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        yield f"{self.name}/weight", self.weight
+        for kind, tensor in self.state.items():
+            yield f"{self.name}/{kind}", tensor
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        for key, tensor in self.gathered():
+            tensor.copy_(tensors[key])
+
 
 class Optimizer:
-    """All groups. step() overlaps each bank's communication with its neighbours' updates."""
-    def __init__(self, groups: list[Group], world: World, compile: bool, dtype: torch.dtype):
-        self.dtype = dtype
-        self.banks = [(RowBank if group.kind == "rows" else Bank)(group, world) for group in groups]
-        self.muon_update, self.adam_update, self.rows_update = muon_update, adam_update, rows_update
-        if compile:                         # one graph for flat banks of all lengths, one for all numbers of rows
-            self.muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
-            self.adam_update = torch.compile(adam_update, dynamic=True, fullgraph=True)
-            self.rows_update = torch.compile(rows_update, dynamic=True, fullgraph=True)
+    """All banks. step() overlaps each bank's communication with its neighbours' updates."""
+    def __init__(self, groups: list[Group], world: World, compiled: bool):
+        self.banks = []
+        for group in groups:
+            check_group(group)
+            bank_class = RowBank if RULES[group.kind].layout == "table" else DenseBank
+            self.banks.append(bank_class(group, world))
+        self.updates = {kind: rule.update for kind, rule in RULES.items()}
+        if compiled:
+            for kind, rule in RULES.items():
+                dynamic = rule.layout != "matrices"      # one graph for all lengths; else one for each shape
+                self.updates[kind] = torch.compile(rule.update, dynamic=dynamic, fullgraph=True)
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
-        """One update of everything; zeroes the gradients. -> squared gradient norm of each bank's shard, [banks]."""
-        pending = [bank.reduce() for bank in self.banks]
+        """Updates all banks, zeroes the gradients. -> squared gradient norm of each bank's shard, [banks]."""
+        reductions = [bank.reduce() for bank in self.banks]
         gathers, norms = [], []
-        for bank, works in zip(self.banks, pending):
+        for bank, works in zip(self.banks, reductions):
             for work in works:
                 work.wait()
             norms.append(torch.linalg.vector_norm(bank.grad_shard, dtype=torch.float32).square())
@@ -926,43 +1047,34 @@ class Optimizer:
         return torch.stack(norms)
 
     def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
-        bank.steps += 1      # rates and betas are 0-D CPU tensors: floats would recompile, or meet a cache's old ones
-        group, scalar = bank.group, torch.tensor
-        lr, (beta1, beta2), decay = scalar(group.lr * lr_scale), map(scalar, group.betas), scalar(group.decay)
-        if group.kind == "muon":
-            self.muon_update(bank.master, bank.grad_shard, bank.state["momentum"], bank.state["second"], lr,
-                             scalar(momentum), beta2, decay, self.dtype)
-        elif group.kind == "adam":
-            bias1, bias2 = (scalar(1 - beta ** bank.steps) for beta in group.betas)
-            self.adam_update(bank.master, bank.grad_shard, bank.state["exp_avg"], bank.state["exp_avg_sq"], lr,
-                             bias1, bias2, beta1, beta2, scalar(group.eps), decay)
-        else:
-            ids, grads = merge_rows(bank.ids, bank.grads, unused := len(bank.weight) - 1)
-            age = bank.steps - bank.state["seen"][ids]
-            rows, square = bank.look_up(ids, grads)
-            rows, second = self.rows_update(rows, grads, square, bank.state["second"][ids], age, ids < unused, lr,
-                                            beta2, scalar(group.eps), decay)
-            bank.state["second"][ids], bank.state["seen"][ids] = second, torch.full_like(age, bank.steps)
-            bank.write(ids, rows)
+        """Applies the bank's rule, at lr_scale times the group's rate. Only muon reads momentum."""
+        bank.steps += 1
+        kind, available = bank.group.kind, numbers_of(bank.group, bank.steps, lr_scale, momentum)
+        # As 0-D CPU tensors: a float becomes part of the compiled graph. A new value then compiles a new
+        # graph or (seen with torch 2.13) gets one from the cache on disk that holds another script's value.
+        numbers = {name: torch.tensor(available[name]) for name in RULES[kind].reads}
+        bank.update(self.updates[kind], numbers)
 
     @torch.no_grad()
     def average(self, rate: float, share: float = 0.0) -> None:
-        """Move the average over the tail by rate towards the weights (1 begins it); a share > 0 ships it, mixed in."""
-        for bank in [bank for bank in self.banks if bank.group.ema]:
-            bank.state["ema"].lerp_(bank.master, rate)
-            if share:
+        """Moves the average of the weights by rate towards them; 1 begins it. With a share > 0 the weights
+        then move by that share towards the average."""
+        for bank in self.banks:
+            if bank.group.ema:
+                bank.state["ema"].lerp_(bank.master, rate)
+            if bank.group.ema and share:
                 bank.master.lerp_(bank.state["ema"], share)
                 for work in bank.gather():
                     work.wait()
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """("PARAMETER/KIND", tensor): exact weights and state, whole and unpadded, on every rank; all must iterate."""
+        """("PARAMETER/KIND", tensor) for all banks, the same on every rank; all ranks must iterate."""
         for bank in self.banks:
             yield from bank.gathered()
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
-        """Take over what gathered() gave, on any number of ranks; steps by bank."""
+        """Takes over what gathered() gave, on any number of ranks; steps by bank."""
         for bank in self.banks:
             bank.steps = steps[bank.group.name]
             bank.load(tensors)
@@ -980,12 +1092,13 @@ class Optimizer:
 # copy pointer: attention whose result is not a state but a copy of an earlier token as the next one.
 
 class Layer(NamedTuple):
-    """One row of the topology table."""
-    attention: str               # "long" (whole window, offset keys), "short" (half of the window)
-    value_table: int | None      # which value embedding is added to the values
+    """What tells one layer from another: a row of layer_table."""
+    attention: str               # "long" (the whole window, offset keys) or "short" (half of the window)
+    value_table: int | None      # number of the value embedding that is mixed into its values
 
 
 def layer_table(c: Config) -> list[Layer]:
+    """The layers, the first one first."""
     layers = []
     for i in range(c.num_layers):
         attention = "long" if i in c.long_layers else "short"
@@ -1258,28 +1371,51 @@ class GPT(nn.Module):
         return self.cross_entropy(x_TE, w, targets, log_lm, log_copy, c.softcap)
 
 
+class Family(NamedTuple):
+    """Parameters that learn alike: a row of param_groups. None: the rule (see RULES) doesn't read it."""
+    name: str
+    kind: str                    # muon: matrices of one shape | adam: any | rows: a table, looked up by row
+    pattern: str                 # a regular expression for the whole name of a parameter
+    lr: float
+    betas: tuple[float | None, float | None]
+    eps: float | None
+    decay: float                 # a step takes up to decay x lr^2 of a weight
+    ema: bool                    # the final weights are blended with their average over the end of the run
+    matmul: bool                 # these are matrices that multiply activations (gates are too small to count)
+
+
 def param_groups(c: Config, model: nn.Module) -> list[dict]:
-    """How each bank learns, in the order of reduction. ValueError unless the patterns name each parameter once."""
-    table = (
-        # name          kind    parameters         rate             betas       epsilon decay  ema
-        ("embed",        "adam", r"embed",          c.lr_embed,      (.75, .98), 1e-10,  .025,  True),
-        ("value_embeds", "adam", r"value_embeds",   c.lr_embed,      (.75, .98), 1e-10,  .025,  False),
-        ("head",         "adam", r"head",           c.lr_head,       (.5, .98),  1e-10,  .75,   True),
-        ("scalars",      "adam", r".*(mix|scales?)", c.lr_scalar, (.9, .99), 1e-10, 0.,   False),
-        ("gates",        "adam", r".*gates",        c.lr_head,       (.9, .99),  1e-10,  .005,  False),
-        ("copy_qk",      "muon", r".*copy_qk",      c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
-        ("qk",           "muon", r".*\.qk",         c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
-        ("value_out",    "muon", r".*\.(value|out)", c.lr_matrix,    (.0, .9),   0.,     1.2,   True),
-        ("mlp_up",       "muon", r".*\.up",         c.lr_matrix,     (.0, .9),   0.,     1.2,   True),
-        ("mlp_down",     "muon", r".*\.down",       2 * c.lr_matrix, (.0, .9),   0.,     1.2,   True),
-        ("ngrams",       "rows", r"ngrams",         c.lr_table,      (.0, .95),  1e-15,  .025,  False))
-    groups = [dict(zip("name kind params lr betas eps decay ema".split(), row)) | {"params": {}} for row in table]
+    """Room 4's groups, field by field, in the order of reduction.
+    Raises ValueError for a parameter that no pattern or more than one matches."""
+    # table
+    families = (
+        #      name            kind    pattern              lr               betas        eps    decay  ema   matmul
+        Family("embed",        "adam", r"embed",            c.lr_embed,      (.75, .98),  1e-10, .025, True,  False),
+        Family("value_embeds", "adam", r"value_embeds",     c.lr_embed,      (.75, .98),  1e-10, .025, False, False),
+        Family("head",         "adam", r"head",             c.lr_head,       (.5, .98),   1e-10, .75,  True,  True),
+        Family("scalars",      "adam", r".*(mix|scales?)",  c.lr_scalar,     (.9, .99),   1e-10, 0.,   False, False),
+        Family("gates",        "adam", r".*gates",          c.lr_head,       (.9, .99),   1e-10, .005, False, False),
+        Family("copy_qk",      "muon", r".*copy_qk",        c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
+        Family("qk",           "muon", r".*\.qk",           c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
+        Family("value_out",    "muon", r".*\.(value|out)",  c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
+        Family("mlp_up",       "muon", r".*\.up",           c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
+        Family("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .9),  None,  1.2,  True,  True),
+        Family("ngrams",       "rows", r"ngrams",           c.lr_table,      (None, .95), 1e-15, .025, False, False))
+    # end of table
+    params = {family.name: {} for family in families}
     for name, p in model.named_parameters():
-        owners = [group for row, group in zip(table, groups) if re.fullmatch(row[2], name)]
+        owners = [family.name for family in families if re.fullmatch(family.pattern, name)]
         if len(owners) != 1:
-            raise ValueError(f"parameter {name} belongs to {len(owners)} banks, expected exactly 1")
-        owners[0]["params"][name] = p
-    return [group for group in groups if any(p.numel() for p in group["params"].values())]
+            remedy = f"let only one of {', '.join(owners)} match it" if owners else "add it to a pattern"
+            raise ValueError(f"parameter {name} belongs to {len(owners)} groups: {remedy} in param_groups")
+        params[owners[0]][name] = p
+    groups = []
+    for family in families:
+        if any(p.numel() for p in params[family.name].values()):
+            group = family._asdict() | {"params": params[family.name]}
+            del group["pattern"]
+            groups.append(group)
+    return groups
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1888,7 +2024,7 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     with torch.device(world.device):
         model = GPT(c, kernels)
     groups = [Group(**group) for group in param_groups(c, model)]
-    optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda, kernels.dtype)
+    optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
     return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or max(rows))
 
 
@@ -2070,7 +2206,7 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
         for split, stream in (("train", run.train_stream), ("val", run.val_stream))}
     device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.processor() or platform.machine()
     sizes = {b.group.name: sum(p.numel() for p in b.group.params.values()) for b in run.optimizer.banks}
-    matmul = sum(sizes[b.group.name] for b in run.optimizer.banks if b.group.kind == "muon" or b.group.name == "head")
+    matmul = sum(sizes[b.group.name] for b in run.optimizer.banks if b.group.matmul)
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"), seed=c.seed,
         config=dataclasses.asdict(c), overrides=overrides, argv=argv, devices=[device] * world.size,

@@ -136,7 +136,7 @@ def by_parameter(run, shards):
             out["ngrams"] = torch.zeros(bank.weight.shape).index_add_(0, ids[0], grads)
             continue
         whole = torch.cat(shards[bank.group.name])
-        out |= {name: bank.part(whole, name) for name in bank.slices}
+        out |= {name: bank.view_of(whole, name) for name in bank.slices}
     return out
 
 

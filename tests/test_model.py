@@ -455,18 +455,17 @@ def test_head_and_embedding_are_untied():
     assert torch.equal(model.hidden(tokens, *told), hidden)
 
 
-def test_every_parameter_is_in_one_bank_and_matrices_of_a_bank_have_one_shape(tg):
+def test_every_parameter_is_in_one_group_that_its_rule_accepts(tg):
     model = small_model()
-    groups = tg.param_groups(model.config, model)
+    groups = tg.param_groups(small_config(), model)
     names = [name for group in groups for name in group["params"]]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     for group in groups:
-        if group["kind"] == "muon":
-            assert len({p.shape[-2:] for p in group["params"].values()}) == 1         # one batched kernel
+        tg.check_group(tg.Group(**group))
 
 
 @pytest.mark.recipe
-def test_every_parameter_is_routed_by_its_role(tg):
+def test_parameters_learn_by_their_role(tg):
     c, model = small_config(lr_matrix=0.1, lr_embed=0.2, lr_head=0.3, lr_scalar=0.4, lr_table=0.5), small_model()
     groups = tg.param_groups(c, model)
     for group in groups:
@@ -484,17 +483,29 @@ def test_every_parameter_is_routed_by_its_role(tg):
                 bank = {"up": "mlp_up", "down": "mlp_down", "qk": "qk", "copy_qk": "copy_qk"}.get(last, "value_out")
                 wanted = (bank, "muon", 0.2 if last == "down" else 0.1)
             assert (group["name"], group["kind"], group["lr"]) == wanted, name
-    averaged = {group["name"] for group in groups if group["ema"]}
-    assert averaged == {"embed", "head", "copy_qk", "qk", "value_out", "mlp_up", "mlp_down"}  # no large tables
+    tails = {group["name"] for group in groups if group["ema"]}
+    assert tails == {"embed", "head", "copy_qk", "qk", "value_out", "mlp_up", "mlp_down"}  # no large tables
+    assert {group["name"] for group in groups if group["matmul"]} == tails - {"embed"}
+
+
+@pytest.mark.recipe
+def test_betas_epsilons_and_decays_are_those_of_the_recipe(tg):
+    muon = ((None, .9), None, 1.2)
+    assert {group["name"]: (group["betas"], group["eps"], group["decay"])
+            for group in tg.param_groups(small_config(), small_model())} == {
+        "embed": ((.75, .98), 1e-10, .025), "value_embeds": ((.75, .98), 1e-10, .025), "head": ((.5, .98), 1e-10, .75),
+        "scalars": ((.9, .99), 1e-10, 0), "gates": ((.9, .99), 1e-10, .005), "ngrams": ((None, .95), 1e-15, .025),
+        "copy_qk": muon, "qk": muon, "value_out": muon, "mlp_up": muon, "mlp_down": muon}
 
 
 def test_a_parameter_of_no_bank_raises(tg):
     c, model = small_config(), small_model()
     model.blocks[1].other = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match="blocks.1.other belongs to 0 banks"):
+    with pytest.raises(ValueError, match="blocks.1.other belongs to 0 groups: add it to a pattern in param_groups"):
         tg.param_groups(c, model)
     del model.blocks[1].other
-    assert tg.param_groups(c, model)
+    model.head_scale = nn.Parameter(torch.zeros(3))
+    assert tg.param_groups(c, model)                                # named like a scalar: it finds its group itself
 
 
 @pytest.mark.parametrize("changes", (dict(table_rows=1), dict(value_layers=()), dict(qk_dim=16),

@@ -7,6 +7,8 @@ from rank_helpers import load_train_gpt
 from torch import nn
 
 BF16, FP32 = torch.bfloat16, torch.float32
+MUON = dict(betas=(None, 0.9))
+ADAM = dict(betas=(0.8, 0.95), eps=1e-10)
 
 
 def normal(*shape, seed=0, dtype=FP32):
@@ -27,7 +29,7 @@ def moments(shape):
 
 
 def muon(tg, weight, grad, buffer, second, lr=0.05, momentum=0.9, beta2=0.9, decay=0.0):
-    tg.muon_update(weight, grad, buffer, second, *map(scalar, (lr, momentum, beta2, decay)), FP32)
+    tg.muon_update(weight, grad, buffer, second, *map(scalar, (lr, momentum, beta2, decay)))
 
 
 @pytest.mark.parametrize("shape", [(2, 12, 6), (2, 6, 12), (2, 8, 8)])
@@ -116,6 +118,30 @@ def test_adam_decays_only_where_the_step_shrinks_the_weight(tg):
     torch.testing.assert_close(weight, torch.tensor([1.0 - 0.1 - 2 * 0.01, -1.0 - 0.1, 2.0 + 0.1]))
 
 
+@pytest.mark.xfail(reason="the norm of denormal momenta underflows in orthogonalize", strict=False)
+def test_a_layer_whose_gradient_stops_early_stays_finite(tg):
+    """For 2,000 steps its momentum decays, through denormal numbers, to the smallest there are or to zero."""
+    p = nn.Parameter(normal(2, 8, 4))
+    optimizer = tg.Optimizer([tg.Group("g", "muon", {"p": p}, 1e-3, **MUON)], tg.World(), False)
+    for step in range(2003):
+        if step < 3:
+            p.grad.copy_(normal(2, 8, 4, seed=step))
+        optimizer.step(1.0, 0.9)
+    assert all(bool(t.isfinite().all()) for t in (p, *optimizer.banks[0].state.values()))
+
+
+@pytest.mark.parametrize("message, kind, shape, cells", [
+    ("group g: rule adam reads beta1, found None: write a number", "adam", (2, 8, 4), dict(betas=(None, 0.9))),
+    ("group g: rule adam reads eps, found 0.0: .*eps: above 0", "adam", (2, 8, 4), dict(betas=(0.9, 0.9), eps=0.0)),
+    ("group g: rule muon reads beta2, found None: write a number", "muon", (2, 8, 4), dict(eps=1e-10)),
+    ("group g: kind is muno, expected one of muon, adam, rows", "muno", (2, 8, 4), MUON),
+    ("group g: rule muon takes matrices .* found .*4.*; make a group for each shape", "muon", (4,), MUON),
+    ("group g: rule rows takes one table, without ema", "rows", (8, 4), dict(ADAM, ema=True))])
+def test_a_group_without_what_its_rule_needs_is_refused(tg, message, kind, shape, cells):
+    with pytest.raises(ValueError, match=message):
+        tg.Optimizer([tg.Group("g", kind, {"p": nn.Parameter(normal(*shape))}, 0.1, **cells)], tg.World(), False)
+
+
 # ---- rows of a table -------------------------------------------------------------------------------------------------
 
 
@@ -133,8 +159,8 @@ def make_table(tg, rows, width, **more):
     """A table of zeros, and an optimizer that holds it alone."""
     table = nn.Parameter(torch.zeros(rows, width), requires_grad=False)
     table.touched = []
-    group = tg.Group("table", "rows", {"table": table}, **{**dict(lr=0.1, betas=(0.0, 0.9), eps=1e-15), **more})
-    return table, tg.Optimizer([group], tg.World(), False, FP32)
+    group = tg.Group("table", "rows", {"table": table}, **{**dict(lr=0.1, betas=(None, 0.9), eps=1e-15), **more})
+    return table, tg.Optimizer([group], tg.World(), False)
 
 
 def look_up(table, ids, factor):
@@ -196,14 +222,14 @@ def make_params(seed=0, dtype=FP32):
 
 def make_groups(tg, params):
     names = list(params)
-    return [tg.Group("matrices", "muon", {n: params[n] for n in names[:3]}, 0.05, (0.0, 0.9)),
-            tg.Group("rest", "adam", {n: params[n] for n in names[3:]}, 0.01)]
+    return [tg.Group("matrices", "muon", {n: params[n] for n in names[:3]}, 0.05, **MUON),
+            tg.Group("rest", "adam", {n: params[n] for n in names[3:]}, 0.01, **ADAM)]
 
 
 def test_parameters_become_views_of_their_bank_and_keep_their_values(tg):
     params = make_params()
     before = {name: p.detach().clone() for name, p in params.items()}
-    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False, FP32)
+    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False)
     for bank in optimizer.banks:
         storage = bank.weight.untyped_storage().data_ptr(), bank.grad.untyped_storage().data_ptr()
         for name, p in bank.group.params.items():
@@ -216,7 +242,7 @@ def test_parameters_become_views_of_their_bank_and_keep_their_values(tg):
 
 def test_autograd_accumulates_into_the_bank_and_a_step_empties_it(tg):
     params = make_params()
-    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False, FP32)
+    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False)
     places = {name: p.grad.data_ptr() for name, p in params.items()}
     for _ in range(2):
         sum((p * p).sum() / 2 for p in params.values()).backward()
@@ -231,7 +257,7 @@ def test_autograd_accumulates_into_the_bank_and_a_step_empties_it(tg):
 
 def test_step_returns_squared_gradient_norms_and_applies_each_rule_with_the_scaled_rate(tg):
     params, expected = make_params(), make_params()
-    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False, FP32)
+    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False)
     adam = torch.optim.Adam([expected[n] for n in ("table", "mix", "scale")], lr=0.005, betas=(0.8, 0.95), eps=1e-10)
     matrices = torch.cat([expected[n].detach().view(-1, 8, 16) for n in ("qkv", "out", "other")])
     buffer, second = torch.zeros_like(matrices), moments(matrices.shape)
@@ -254,7 +280,7 @@ def test_step_returns_squared_gradient_norms_and_applies_each_rule_with_the_scal
 
 def test_a_parameter_without_gradient_is_harmless(tg):
     params = make_params()
-    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False, FP32)
+    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False)
     before = {name: p.detach().clone() for name, p in params.items()}
     (params["qkv"].sum() + (params["mix"] * torch.tensor([1.0, -2.0])).sum()).backward()
     optimizer.step(1.0, 0.9)
@@ -263,7 +289,7 @@ def test_a_parameter_without_gradient_is_harmless(tg):
         assert torch.equal(p, before[name]) == (name not in ("qkv", "mix")), name
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8, 16])
 def test_banks_are_padded_to_the_ranks_and_shards_tile_them(tg, size):
     params = make_params()
     values = {name: p.detach().clone() for name, p in params.items()}
@@ -271,7 +297,7 @@ def test_banks_are_padded_to_the_ranks_and_shards_tile_them(tg, size):
         total = None
         for rank in range(size):
             group = next(g for g in make_groups(tg, params) if g.kind == kind)
-            bank = tg.Bank(group, tg.World(rank, size))
+            bank = tg.DenseBank(group, tg.World(rank, size))
             total = len(bank.weight)
             assert total % size == 0 and number <= total < number + size * (128 if kind == "adam" else 1)
             assert bank.weight_shard.data_ptr() == bank.weight[rank * total // size:].data_ptr()
@@ -285,7 +311,7 @@ def test_banks_are_padded_to_the_ranks_and_shards_tile_them(tg, size):
 def test_bf16_weights_have_an_exact_fp32_master(tg):
     """Updates far below a bf16 step are not lost: 100 of them add up."""
     p = nn.Parameter(torch.ones(256, dtype=BF16))
-    bank = tg.Optimizer([tg.Group("g", "adam", {"p": p}, 1e-4)], tg.World(), False, BF16)
+    bank = tg.Optimizer([tg.Group("g", "adam", {"p": p}, 1e-4, **ADAM)], tg.World(), False)
     for _ in range(100):
         p.grad.fill_(1.0)
         bank.step(1.0, 0.9)
@@ -295,13 +321,13 @@ def test_bf16_weights_have_an_exact_fp32_master(tg):
 
 
 def test_fp32_weights_are_their_own_master(tg):
-    optimizer = tg.Optimizer(make_groups(tg, make_params()), tg.World(), False, FP32)
+    optimizer = tg.Optimizer(make_groups(tg, make_params()), tg.World(), False)
     assert all(bank.master is bank.weight_shard for bank in optimizer.banks)
 
 
 def test_tensors_lists_everything_that_a_step_changes(tg):
     params = make_params()
-    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False, FP32)
+    optimizer = tg.Optimizer(make_groups(tg, params), tg.World(), False)
     tensors = [t for bank in optimizer.banks for t in bank.tensors()]
     saved = [t.clone() for t in tensors]
 
@@ -320,11 +346,12 @@ def test_tensors_lists_everything_that_a_step_changes(tg):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_tail_blends_an_average_of_the_banks_that_have_one(tg):
+def test_an_average_is_blended_into_the_weights_of_banks_that_have_one(tg):
     matrix, flat, plain = (nn.Parameter(normal(*s)) for s in ((2, 4, 6), (10,), (5,)))
-    groups = [tg.Group("m", "muon", {"m": matrix}, 0.1, ema=True), tg.Group("f", "adam", {"f": flat}, 0.1, ema=True),
-              tg.Group("p", "adam", {"p": plain}, 0.1)]
-    optimizer = tg.Optimizer(groups, tg.World(), False, FP32)
+    groups = [tg.Group("m", "muon", {"m": matrix}, 0.1, **MUON, ema=True),
+              tg.Group("f", "adam", {"f": flat}, 0.1, **ADAM, ema=True),
+              tg.Group("p", "adam", {"p": plain}, 0.1, **ADAM)]
+    optimizer = tg.Optimizer(groups, tg.World(), False)
     first = [p.detach().clone() for p in (matrix, flat)]
     optimizer.average(1.0)
     for i, p in enumerate((matrix, flat, plain)):
@@ -340,7 +367,7 @@ def test_the_tail_blends_an_average_of_the_banks_that_have_one(tg):
 def test_communication_overlaps_the_updates(tg, monkeypatch):
     """All reductions are started before the first update, each gather before the next one, and awaited at the end."""
     params = make_params()
-    optimizer, events = tg.Optimizer(make_groups(tg, params), tg.World(), False, FP32), []
+    optimizer, events = tg.Optimizer(make_groups(tg, params), tg.World(), False), []
 
     class Work:
         def __init__(self, what):
@@ -365,10 +392,10 @@ def test_communication_overlaps_the_updates(tg, monkeypatch):
 
 
 def ranked_groups(tg, params, table):
-    """Every kind of bank: with a tail of both kinds, a table."""
+    """Every kind of bank: with an average of the weights of both kinds, a table."""
     matrices, rest = make_groups(tg, params)
     return [matrices._replace(ema=True), rest._replace(ema=True),
-            tg.Group("table_rows", "rows", {"rows": table}, 0.1, (0.0, 0.9), 1e-15)]
+            tg.Group("table_rows", "rows", {"rows": table}, 0.1, (None, 0.9), 1e-15)]
 
 
 def one_step(tg, optimizer, params, table, step, dtype):
@@ -377,9 +404,10 @@ def one_step(tg, optimizer, params, table, step, dtype):
     for i, p in enumerate(params.values()):
         whole = normal(*p.shape, seed=100 * step + i)
         p.grad += (whole * (0.7 + rank) / sum(0.7 + r for r in range(size))).to(dtype)
-    ids, factor = torch.arange(12) * (step + 1) % 17, normal(12, 4, seed=step)
-    mine = slice(rank * 12 // size, (rank + 1) * 12 // size)
-    look_up(table, ids[mine], factor[mine])
+    empty = -12 % size                                # look-ups of nobody's row, until the ranks have equal shares
+    ids = F.pad(torch.arange(12) * (step + 1) % 17, (0, empty), value=17)
+    factor = F.pad(normal(12, 4, seed=step), (0, 0, 0, empty))
+    look_up(table, ids.chunk(size)[rank], factor.chunk(size)[rank])
     norms = optimizer.step(1.0, 0.9)
     optimizer.average(1.0 if step == 0 else 0.25, 0.5 if step == 4 else 0.0)
     return norms
@@ -394,7 +422,7 @@ def several_steps(rank, size, dtype, stop=None):
     tg.join_group(world)
     params, table = make_params(dtype=dtype), nn.Parameter(torch.zeros(18, 4), requires_grad=False)
     table.touched = []
-    optimizer = tg.Optimizer(ranked_groups(tg, params, table), world, False, FP32)
+    optimizer = tg.Optimizer(ranked_groups(tg, params, table), world, False)
     norms, begin = [], 0
     if isinstance(stop, dict):                       # go on from there
         begin = stop["step"]
@@ -409,7 +437,7 @@ def several_steps(rank, size, dtype, stop=None):
     return {**{name: p.detach().clone() for name, p in params.items()}, "rows": table.detach().clone()}, norms, tensors
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 5, 7, pytest.param(16, marks=pytest.mark.slow)])
 def test_several_ranks_give_the_weights_of_one(run_ranks, size):
     alone, norms, _ = several_steps(0, 1, FP32)
     ranks = run_ranks(size, several_steps, FP32)
