@@ -1040,42 +1040,57 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 6. Data
-# Token shards, the planner that says which span goes into which row, and the batch generator. Takes plain numbers.
+# Shards of tokens become one stream, the stream becomes rows. A document begins at its mark, the id eod_id. A row
+# is row_tokens inputs with their targets. A piece is what one row holds of one document; the model calls it a
+# segment, and no segment sees another. Adjoining pieces of a row are read as one span (start, stop) of the stream.
+# All functions take plain numbers, and positions count tokens.
 
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20_240_520, 1, 1024
+SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
+WIDE_SHARD_MAGIC = 20_240_801                # of shards of 32-bit tokens, which are not read here
+SHARD_VERSION = 1
+SHARD_HEADER_BYTES = 1024                    # 256 int32: magic, version, number of tokens, unused
+SCAN_TOKENS = 2 ** 20                        # searched at once, so that they and their copies fit a cache
 
 def shard_tokens(path: str) -> int:
-    """Token count of a FineWeb-format shard: 256 int32 (magic, version, count), then uint16. Raises Refusal."""
+    """Number of tokens of a shard in FineWeb's format: a header, then uint16 tokens. Raises Refusal."""
     again = "delete the file and download or make it again"
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
-            head = file.read(SHARD_HEADER_BYTES)
+            header = file.read(SHARD_HEADER_BYTES)
     except OSError as error:
         raise Refusal(f"{path}: can't be read ({error.strerror})") from None
-    if len(head) < SHARD_HEADER_BYTES:
-        pointer = ", looks like the pointer text of a large-file store" if head.startswith(b"version https") else ""
-        raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{pointer}; {again}")
-    magic, version, count = (int.from_bytes(head[i:i + 4], "little", signed=True) for i in (0, 4, 8))
+    if len(header) < SHARD_HEADER_BYTES:
+        is_pointer = header.startswith(b"version https")
+        hint = ", looks like the pointer text of a large-file store" if is_pointer else ""
+        raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{hint}; {again}")
+    magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
     if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        hint = " (this is the 32-bit-token format, tokenize again with data/text.py)" if magic == 20_240_801 else ""
-        raise Refusal(f"{path}: found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION}{hint}")
-    if count <= 0 or size != SHARD_HEADER_BYTES + 2 * count:
-        raise Refusal(f"{path}: header says {count:,} tokens ({SHARD_HEADER_BYTES + 2 * count:,} bytes), "
+        is_wide = magic == WIDE_SHARD_MAGIC
+        hint = " (this is the 32-bit-token format, tokenize again with data/text.py)" if is_wide else ""
+        raise Refusal(f"{path}: found magic/version {magic}/{version}, "
+                      f"expected {SHARD_MAGIC}/{SHARD_VERSION}{hint}")
+    expected_size = SHARD_HEADER_BYTES + 2 * count
+    if count <= 0 or size != expected_size:
+        raise Refusal(f"{path}: header says {count:,} tokens ({expected_size:,} bytes), "
                       f"found {size:,} bytes, expected as many and at least one token; {again}")
     return count
 
 
 def find_shards(patterns: str, what: str) -> list[str]:
-    """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
+    """Files of comma-separated glob patterns, sorted by name, each file once. what: train or val, for the messages.
+    Raises Refusal when there are none."""
     names = {os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())}
-    paths = sorted({os.path.realpath(name): name for name in sorted(names, reverse=True)}.values())     # each file once
+    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # of linked files
+    paths = sorted(first_name_of.values())
     for path in paths:
         if not os.path.isfile(path) or not os.access(path, os.R_OK):
-            raise Refusal(f"{path}: no file that can be read; restore it, or name others with --{what}_files=PATTERN")
+            raise Refusal(f"{path}: no file that can be read; "
+                          f"restore it, or name others with --{what}_files=PATTERN")
     if not paths:
-        raise Refusal(f"no {what} shards match {patterns:.300}: name others with --{what}_files=PATTERN, or make some: "
-                      "python data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
+        raise Refusal(f"no {what} shards match {patterns:.300}: name others with --{what}_files=PATTERN, or "
+                      "make some: python data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, "
+                      "or --help")
     return paths
 
 
@@ -1085,20 +1100,29 @@ def dataset_card(paths: list[str]) -> dict | None:
     if not os.path.lexists(card):
         return None
     try:
-        found = json.loads(card.read_text(encoding="utf-8") if card.is_file() else "no file")
-        vocab, eod = found["vocab_size"], found["eod_id"]
-        if not (type(vocab) is type(eod) is int and 0 <= eod < vocab <= 65_536):
-            raise ValueError(f"expected 0 <= eod_id < vocab_size <= 65536, found {eod!r:.40} and {vocab!r:.40}")
-        return dict(tokenizer=str(found["tokenizer"]), vocab_size=vocab, eod_id=eod)
+        text = card.read_text(encoding="utf-8") if card.is_file() else "no file"
+        found = json.loads(text)
+        vocab_size, eod_id = found["vocab_size"], found["eod_id"]
+        are_whole = type(vocab_size) is int and type(eod_id) is int
+        if not are_whole or not 0 <= eod_id < vocab_size <= 65_536:
+            raise ValueError("expected 0 <= eod_id < vocab_size <= 65536, "
+                             f"found {eod_id!r:.40} and {vocab_size!r:.40}")
+        return dict(tokenizer=str(found["tokenizer"]), vocab_size=vocab_size, eod_id=eod_id)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); make it again with data/text.py") from None
+        raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); "
+                      "make it again with data/text.py") from None
+
+
+def as_int16(token_id: int) -> int:
+    """The int16 that has the same 16 bits: torch hardly computes with uint16, so shards are mapped as int16."""
+    return token_id - 65_536 if token_id > 32_767 else token_id
 
 
 class TokenStream:
-    """The tokens of several shards as one sequence, memory-mapped. Reading and indexing, nothing else."""
+    """The tokens of several shards as one memory-mapped sequence: reads them, finds documents, checks ids."""
     def __init__(self, paths: list[str], vocab_size: int):
         self.paths, self.vocab_size = paths, vocab_size
-        self.starts = [0, *itertools.accumulate(map(shard_tokens, paths))]
+        self.starts = [0, *itertools.accumulate(map(shard_tokens, paths))]  # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
         if self.num_tokens < 2:
             raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
@@ -1106,50 +1130,69 @@ class TokenStream:
         self.indexed: dict[tuple[int, int], list[int]] = {}      # a shard is searched once, however many ask
 
     def shard(self, k: int) -> Tensor:
-        """Tokens of shard k as int16 (the bits of uint16)."""
+        """Tokens of shard k as int16 (the bits of uint16). Raises Refusal."""
         if k not in self.maps:
-            words = SHARD_HEADER_BYTES // 2 + self.starts[k + 1] - self.starts[k]
+            header_words = SHARD_HEADER_BYTES // 2
+            words = header_words + self.starts[k + 1] - self.starts[k]
             try:
-                self.maps[k] = torch.from_file(self.paths[k], False, words, dtype=torch.int16)[SHARD_HEADER_BYTES // 2:]
+                whole_file = torch.from_file(self.paths[k], shared=False, size=words, dtype=torch.int16)
             except RuntimeError as error:
                 raise Refusal(f"{self.paths[k]}: can't be read any more ({error})") from None
+            self.maps[k] = whole_file[header_words:]
         return self.maps[k]
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
-        """Copy tokens start..stop-1 into out (int32)."""
-        k, done = bisect.bisect_right(self.starts, start) - 1, 0
+        """Copy tokens start..stop-1 into out (int32), over the borders of shards."""
+        k = bisect.bisect_right(self.starts, start) - 1
+        filled = 0
         while start < stop:
-            upto = min(stop, self.starts[k + 1])
-            out[done:done + upto - start] = self.shard(k)[start - self.starts[k]:upto - self.starts[k]]
-            start, done, k = upto, done + upto - start, k + 1
-        out &= 0xFFFF
+            stop_here = min(stop, self.starts[k + 1])
+            length = stop_here - start
+            offset = start - self.starts[k]
+            out[filled:filled + length] = self.shard(k)[offset:offset + length]
+            start, filled, k = stop_here, filled + length, k + 1
+        out &= 0xFFFF                            # back from int16's negative numbers to ids
 
     def document_starts(self, k: int, eod_id: int) -> list[int]:
-        """Positions of eod_id in shard k, counted from the stream's begin. Raises Refusal on ids out of range."""
+        """Positions in the stream of the marks (eod_id) of shard k. Raises Refusal on ids out of range."""
         if (k, eod_id) in self.indexed:
             return self.indexed[k, eod_id]
         tokens, starts = self.shard(k), []
-        eod, step = eod_id - 65_536 * (eod_id > 32_767), 2 ** 20
-        for a in range(0, len(tokens), step):
-            part = tokens[a:a + step]
-            if self.vocab_size < 65_536 and int((part ^ -32_768).max()) + 32_768 >= self.vocab_size:
-                bad = int((part.int() & 0xFFFF >= self.vocab_size).nonzero()[0])
-                raise Refusal(f"{self.paths[k]}: token {int(part[bad]) & 0xFFFF} at position {a + bad} is outside the "
+        for begin in range(0, len(tokens), SCAN_TOKENS):
+            chunk = tokens[begin:begin + SCAN_TOKENS]
+            sign_flipped = chunk ^ -32_768       # so that int16 has the order that the ids have as uint16
+            largest_id = int(sign_flipped.max()) + 32_768
+            if largest_id >= self.vocab_size:
+                ids = chunk.int() & 0xFFFF
+                at = int((ids >= self.vocab_size).nonzero()[0])
+                raise Refusal(f"{self.paths[k]}: token {ids[at]} at position {begin + at} is outside the "
                               f"vocabulary of {self.vocab_size}; were these shards made with another tokenizer?")
-            starts += ((part == eod).nonzero().flatten() + (self.starts[k] + a)).tolist()
+            marks = (chunk == as_int16(eod_id)).nonzero().flatten()
+            starts += (marks + (self.starts[k] + begin)).tolist()
         self.indexed[k, eod_id] = starts
         return starts
 
+    def marks(self, eod_id: int, first_shard: int = 0) -> Iterator[int]:
+        """Positions of the marks of first_shard and all after it, which are searched only as far as they are asked."""
+        for k in range(first_shard, len(self.paths)):
+            yield from self.document_starts(k, eod_id)
+
     def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
-        """A number for the first tokens of each document of shard k that is longer than length."""
+        """int64 [documents]: a hash of the first length tokens after the mark, for each document of shard k that
+        has so many: the sum over the tokens of each times a random odd number that belongs to its place, modulo
+        2^64. Equal texts have equal hashes, others practically never (Carter and Wegman 1979)."""
+        tokens = self.shard(k)
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
-        starts = starts[starts.diff(append=torch.tensor([len(self.shard(k))])) > length]
-        odd = torch.randint(-2 ** 62, 2 ** 62, (length,), generator=torch.Generator().manual_seed(0)) * 2 + 1
-        return (self.shard(k)[starts[:, None] + 1 + torch.arange(length)] * odd).sum(1)
+        lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
+        starts = starts[lengths >= 1 + length]
+        generator = torch.Generator().manual_seed(0)
+        odd_numbers = torch.randint(-2 ** 62, 2 ** 62, (length,), generator=generator) * 2 + 1
+        texts = tokens[starts[:, None] + 1 + torch.arange(length)]      # [documents, length]
+        return (texts * odd_numbers).sum(1)
 
 
 class Position(NamedTuple):
-    """Where the data stands between two steps: what is left of a cut document, and where the next one starts."""
+    """Where the data stands between two steps: what is left of a cut document, and where the next one begins."""
     epoch: int = 0
     start: int = 0                           # of the piece carried over; start == stop: none
     stop: int = 0
@@ -1158,45 +1201,56 @@ class Position(NamedTuple):
 
 
 class Planner:
-    """Which spans of the stream go into which row, from the stream alone: the same for any number of ranks."""
+    """Which spans of the stream stand in which row, from the stream alone: the same for any number of ranks.
+
+        stream   = document document ..      after its end it goes on from its first mark: another epoch
+        document = the tokens from one mark to the next; clipping to max_doc_tokens drops a longer one's tail
+        row      = piece piece ..            row_tokens in all
+        piece    = a document, or as much of it as its row has room for
+
+    What a row's end cuts off a document is the next row's first piece; self.position carries it there."""
     def __init__(self, stream: TokenStream, eod_id: int, position: Position = Position()):
         self.stream, self.eod_id, self.position = stream, eod_id, position
         self.docs = self.documents(position.epoch, position.next_document)
 
-    def documents(self, epoch: int, pending: int) -> Iterator[tuple[int, int, int]]:
-        """(epoch, start, stop) of each document from position pending on. Later passes begin at an eod_id, if any."""
-        starts, last = self.stream.starts, self.stream.num_tokens - 1      # the last token has no successor
+    def documents(self, epoch: int, begin: int) -> Iterator[tuple[int, int, int]]:
+        """(epoch, start, stop) of each document from position begin on, without end."""
+        last = self.stream.num_tokens - 1        # has no successor, so it is a target and never an input
         while True:
-            for k in range(max(0, bisect.bisect_right(starts, pending) - 1), len(starts) - 1):
-                for start in self.stream.document_starts(k, self.eod_id):
-                    if start > pending:
-                        yield epoch, pending, min(start, last)
-                        pending = start
-            if pending < last:
-                yield epoch, pending, last
-            first = next((a for k in range(len(starts) - 1) for a in self.stream.document_starts(k, self.eod_id)), 0)
-            epoch, pending = epoch + 1, first % last               # else it would go on from the end of this pass
+            first_shard = bisect.bisect_right(self.stream.starts, begin) - 1
+            for mark in self.stream.marks(self.eod_id, first_shard):
+                if mark > begin:
+                    yield epoch, begin, min(mark, last)
+                    begin = mark
+            if begin < last:
+                yield epoch, begin, last
+            first_mark = next(self.stream.marks(self.eod_id), 0)
+            epoch, begin = epoch + 1, first_mark if first_mark < last else 0
+
+    def begin_document(self, max_doc_tokens: int) -> None:
+        """Move on to the next document, clipped to max_doc_tokens (0: not at all)."""
+        epoch, start, end = next(self.docs)
+        stop = min(end, start + max_doc_tokens) if max_doc_tokens else end
+        dropped_tokens = self.position.dropped_tokens + end - stop
+        self.position = Position(epoch, start, stop, end, dropped_tokens)
 
     def rows(self, num_rows: int, row_tokens: int, max_doc_tokens: int = 0) -> list[list[tuple[int, int]]]:
-        """The next rows, each a list of (start, stop) with row_tokens in all: documents in order, each clipped to
-        max_doc_tokens (0: not at all); one that a row's end cuts goes on in the next row."""
+        """The next rows, each a list of spans (start, stop) that hold row_tokens in all."""
         rows = []
         for _ in range(num_rows):
-            row, free = [], row_tokens
+            spans, free = [], row_tokens
             while free:
-                p = self.position
-                if p.start == p.stop:
-                    epoch, start, end = next(self.docs)
-                    stop = min(end, start + max_doc_tokens) if max_doc_tokens else end
-                    p = self.position = Position(epoch, start, stop, end, p.dropped_tokens + end - stop)
-                upto = min(p.stop, p.start + free)
-                if row and row[-1][1] == p.start:
-                    row[-1] = row[-1][0], upto
+                if self.position.start == self.position.stop:
+                    self.begin_document(max_doc_tokens)
+                start = self.position.start
+                stop = min(self.position.stop, start + free)
+                if spans and spans[-1][1] == start:
+                    spans[-1] = spans[-1][0], stop
                 else:
-                    row.append((p.start, upto))
-                free -= upto - p.start
-                self.position = p._replace(start=upto)
-            rows.append(row)
+                    spans.append((start, stop))
+                free -= stop - start
+                self.position = self.position._replace(start=stop)
+            rows.append(spans)
         return rows
 
 
@@ -1208,13 +1262,15 @@ class Batch(NamedTuple):
 
 
 def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, targets: Tensor) -> None:
-    """Inputs are the spans' tokens, targets their true successors in the stream."""
-    at, both = 0, torch.empty(len(inputs) + 1, dtype=torch.int32)
+    """Write the spans' tokens into inputs, and into targets their true successors in the stream."""
+    filled = 0
+    tokens = torch.empty(len(inputs) + 1, dtype=torch.int32)
     for start, stop in spans:
         length = stop - start
-        stream.read(start, stop + 1, both[:length + 1])
-        inputs[at:at + length], targets[at:at + length] = both[:length], both[1:length + 1]
-        at += length
+        stream.read(start, stop + 1, tokens[:length + 1])
+        inputs[filled:filled + length] = tokens[:length]
+        targets[filled:filled + length] = tokens[1:length + 1]
+        filled += length
 
 
 def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
@@ -1223,29 +1279,31 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
     Row i of n goes to rank i // (n / size). Errors of the thread are raised here."""
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
-        mine = rows[rank * num_rows // size:(rank + 1) * num_rows // size]
-        both = torch.empty(2, len(mine), row_tokens, dtype=torch.int32, pin_memory=pinned)
-        for i, spans in enumerate(mine):
-            fill_row(planner.stream, spans, both[0, i], both[1, i])
-        return Batch(both[0], both[1], planner.position)
+        own_rows = rows[rank * num_rows // size:(rank + 1) * num_rows // size]
+        inputs, targets = torch.empty(2, len(own_rows), row_tokens, dtype=torch.int32, pin_memory=pinned)
+        for i, spans in enumerate(own_rows):
+            fill_row(planner.stream, spans, inputs[i], targets[i])
+        return Batch(inputs, targets, planner.position)
     with ThreadPoolExecutor(1) as pool:
-        futures = (pool.submit(prepare, *item) for item in plan)
+        futures = (pool.submit(prepare, num_rows, max_doc_tokens) for num_rows, max_doc_tokens in plan)
         waiting = deque(itertools.islice(futures, ahead + 1))
         while waiting:
             yield waiting.popleft().result()
             waiting.extend(itertools.islice(futures, 1))
 
 
-def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int, eod_id: int,
-                    rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Targets 1..num_targets of the stream, each once, in batches [num_rows, T]; batch i goes to rank i % size.
-    A row begins overlap tokens before its first target that counts; targets there and in what is filled up are -1."""
-    firsts = range(0, num_targets, row_tokens - overlap)
+def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int,
+                    eod_id: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches (inputs, targets), int32 [num_rows, T], that score targets 1..num_targets of the stream, each once.
+    Batch i goes to rank i % size. A row begins overlap tokens before its first input whose target counts; targets
+    before that, and those of what is filled up, are -1."""
+    firsts = range(0, num_targets, row_tokens - overlap)       # of each row, the first input whose target counts
     for k in range(rank * num_rows, len(firsts), size * num_rows):
-        inputs, targets = torch.full((2, num_rows, row_tokens), eod_id, dtype=torch.int32)
-        targets.fill_(-1)
+        inputs = torch.full((num_rows, row_tokens), eod_id, dtype=torch.int32)
+        targets = torch.full((num_rows, row_tokens), -1, dtype=torch.int32)
         for i, first in enumerate(firsts[k:k + num_rows]):
-            start, stop = max(0, first - overlap), min(first + firsts.step, num_targets)
+            start = max(0, first - overlap)
+            stop = min(first + firsts.step, num_targets)
             fill_row(stream, [(start, stop)], inputs[i, :stop - start], targets[i, :stop - start])
             targets[i, :first - start] = -1
         yield inputs, targets

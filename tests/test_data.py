@@ -239,9 +239,9 @@ def test_a_document_cut_by_a_rows_end_continues_in_the_next_row(tg, tmp_path):
     assert tg.Planner(stream, EOD).rows(2, 10, 12) == [[(0, 10)], [(10, 18), (26, 28)]]
 
 
-def documents(tg, stream, count, epoch=0, pending=0, eod=EOD):
+def documents(tg, stream, count, epoch=0, begin=0, eod=EOD):
     """The first documents, (epoch, start, stop) each, from a position on."""
-    return list(itertools.islice(tg.Planner(stream, eod).documents(epoch, pending), count))
+    return list(itertools.islice(tg.Planner(stream, eod).documents(epoch, begin), count))
 
 
 def test_what_stands_before_the_first_mark_is_a_document_of_the_first_pass(tg, tmp_path):
@@ -256,8 +256,8 @@ def test_a_document_runs_on_over_shard_borders(tg, tmp_path):
     tokens = document_tokens([4, 20, 5])
     stream = write_stream(tmp_path, tokens[:8], tokens[8:9], tokens[9:20], tokens[20:])
     assert documents(tg, stream, 3) == [(0, 0, 4), (0, 4, 24), (0, 24, 28)]
-    assert documents(tg, stream, 2, epoch=3, pending=24) == [(3, 24, 28), (4, 0, 4)]
-    assert documents(tg, stream, 1, epoch=3, pending=28) == [(4, 0, 4)]
+    assert documents(tg, stream, 2, epoch=3, begin=24) == [(3, 24, 28), (4, 0, 4)]
+    assert documents(tg, stream, 1, epoch=3, begin=28) == [(4, 0, 4)]
     batch = next(tg.batches(tg.Planner(stream, EOD), [(2, 0)], 12, 0, 1))
     assert batch.inputs.flatten().tolist() == tokens[:24].tolist()
     assert batch.targets.flatten().tolist() == tokens[1:25].tolist()
