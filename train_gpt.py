@@ -1366,9 +1366,24 @@ def ema_rate_at(c: Config, step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
-# The log is the record, written by rank 0. Clock. Checkpoints: files of torch.distributed.checkpoint, facts as JSON.
+# The log is the record, and rank 0 writes it. The console is a copy that may go away at any time. The clock. Checkpoints
+# are files of torch.distributed.checkpoint, with facts as JSON beside them. Signals ask a run to stop.
 
-FENCE = "=" * 100
+FENCE = "=" * 100                        # a line of its own, before and after the header
+COMMAND_TIMEOUT_S = 5                    # for nvidia-smi and git: nobody waits for them
+
+def say(text: str, stream=None, end: str = "\n") -> None:
+    """Print text, on standard output unless another stream is named. The console is optional: once it is gone (a
+    closed terminal or pipe, a full disk), what should go there is lost, and nothing else."""
+    stream = stream or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    printable = text.encode(encoding, "backslashreplace").decode(encoding)       # also on an ASCII terminal
+    try:
+        print(printable, end=end, file=stream, flush=True)
+    except (OSError, ValueError):                # ValueError: the stream is closed
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())     # or Python fails at its end, in a flush
+
 
 class RunLog:
     """Writes log_dir/<run_id>.txt on rank 0 and mirrors events to the console. A full disk is said once."""
@@ -1379,31 +1394,32 @@ class RunLog:
             try:
                 Path(log_dir).mkdir(parents=True, exist_ok=True)
                 self.path = Path(log_dir) / f"{self.run_id}.txt"
-                self.file = self.path.open("w", encoding="utf-8")
+                self.file = self.path.open("w", encoding="utf-8", newline="\n")
             except OSError as error:
                 raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); name another one") from None
 
     def write(self, text: str) -> None:
+        """Add text to the log only."""
         if self.file is not None:
             try:
                 self.file.write(text + "\n")
                 self.file.flush()
             except OSError as error:
                 self.file = None
-                print(f"warn: {self.path}: log lost ({error.strerror}); training goes on", file=sys.stderr)
+                say(f"warn: {self.path}: log lost ({error.strerror}); training goes on", sys.stderr)
 
     def header(self, source: str, facts: dict) -> None:
-        """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence."""
+        """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence. Raises Refusal."""
         self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
         if smi := run_quietly("nvidia-smi"):
             self.write(smi)
         self.write(FENCE)
 
     def event(self, text: str) -> None:
+        """Add a line to the log, and show it."""
         self.write(text)
         if self.path:
-            with contextlib.suppress(BrokenPipeError):           # train_gpt.py | head
-                print(text, flush=True)
+            say(text)
 
     def close(self) -> None:
         if self.file is not None:
@@ -1411,7 +1427,7 @@ class RunLog:
 
 
 def fingerprint(path: str) -> str:
-    """First 16 hex digits of the sha256 over header, first and last MiB: names a file, for data/verify.py to check."""
+    """16 hex digits of the sha256 over header, first and last MiB: names a file, for data/verify.py to check."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         digest.update(file.read(1024 + 2 ** 20))
@@ -1421,9 +1437,10 @@ def fingerprint(path: str) -> str:
 
 
 def run_quietly(*command: str) -> str:
-    """Standard output of a command, or an empty text when it can't run."""
+    """Standard output of a command, or an empty text when it fails or can't run."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -1431,8 +1448,9 @@ def run_quietly(*command: str) -> str:
 def process_age_s() -> float:
     """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start_ticks = int(after_name[19])        # proc(5): field 22, starttime, counted from the machine's start
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return time.process_time()
 
@@ -1441,15 +1459,18 @@ class Clock:
     """Honest time: starts and pauses with a device synchronisation; steps are timed by events, read one step late."""
     def __init__(self, device: torch.device):
         self.cuda, self.device = device.type == "cuda", device
-        self.total_ms, self.since, self.last = 0.0, None, None
-        self.step_ms, self.open = [], []                 # finished steps; (event, event) of the others
+        self.total_ms = 0.0                              # up to the last pause
+        self.resumed_at, self.last = None, None          # seconds; the stamp at the end of the last step
+        self.step_ms, self.unread = [], []               # finished steps; (stamp, stamp) of the others
 
     def synchronize(self) -> float:
+        """Wait for the device. -> seconds on this process's clock."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def stamp(self):
+    def stamp(self) -> float | torch.cuda.Event:
+        """This moment: as seconds on a CPU, as an event in a GPU's queue, which no one waits for."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -1457,27 +1478,32 @@ class Clock:
         return event
 
     def resume(self) -> None:
-        self.since, self.last = self.synchronize(), self.stamp()
+        self.resumed_at, self.last = self.synchronize(), self.stamp()
 
     def pause(self) -> None:
         now = self.synchronize()
         self.collect()
-        self.total_ms, self.since = self.total_ms + 1e3 * (now - self.since), None
+        self.total_ms += 1e3 * (now - self.resumed_at)
+        self.resumed_at = None
 
     def step_done(self) -> None:
         before, self.last = self.last, self.stamp()
-        self.open.append((before, self.last))
+        self.unread.append((before, self.last))
 
     def collect(self, keep: int = 0) -> None:
         """Move finished step times into step_ms, all but the last keep; waits for the device where it must."""
-        while len(self.open) > keep:
-            a, b = self.open.pop(0)
+        while len(self.unread) > keep:
+            begin, end = self.unread.pop(0)
             if self.cuda:
-                b.synchronize()
-            self.step_ms.append(a.elapsed_time(b) if self.cuda else 1e3 * (b - a))
+                end.synchronize()
+                self.step_ms.append(begin.elapsed_time(end))
+            else:
+                self.step_ms.append(1e3 * (end - begin))
 
     def elapsed_ms(self) -> float:
-        return self.total_ms + (1e3 * (time.perf_counter() - self.since) if self.since is not None else 0.0)
+        if self.resumed_at is None:
+            return self.total_ms
+        return self.total_ms + 1e3 * (time.perf_counter() - self.resumed_at)
 
 
 def sha256_of(path: Path) -> str:
@@ -1485,40 +1511,54 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def first_cause(error: BaseException) -> str:
+    """What went wrong, in one line. torch's CheckpointException has failures = {rank: (exception, traceback)}."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error, _ = next(iter(failures.values()))
+    lines = str(error).splitlines() or [repr(error)]
+    return getattr(error, "strerror", None) or lines[0]
+
+
 class Store:
     """Writes folder/step_N in the background, named so when whole; keeps two. A failure is said; training goes on."""
     def __init__(self, folder: Path, log: RunLog):
-        self.folder, self.log, self.last, self.pool, self.pending = folder, log, None, ThreadPoolExecutor(1), []
+        self.folder, self.log = folder, log
+        self.last: Path | None = None                    # the newest checkpoint that is whole
+        self.pool, self.writing = ThreadPoolExecutor(1), None
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
         """Write tensors (on the CPU, no one else's) while training goes on, once the write before has ended."""
         self.finish()
-        if self.last != self.folder / f"step_{step:06d}":      # the target may be met right after a checkpoint
-            self.pending.append(self.pool.submit(self.write, f"step_{step:06d}", tensors, facts))
+        name = f"step_{step:06d}"
+        if self.last != self.folder / name:      # the target may be met right after a checkpoint
+            self.writing = self.pool.submit(self.write, name, tensors, facts)
 
     def finish(self) -> None:
-        while self.pending:
-            self.pending.pop().result()
+        """Wait until what is being written is whole."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
         from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
-        part, whole = self.folder / f"writing_{name}", self.folder / name
+        unfinished, whole = self.folder / f"writing_{name}", self.folder / name
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
-            save(tensors, storage_writer=FileSystemWriter(part), no_dist=True)
-            body = json.dumps(facts | dict(files={file.name: sha256_of(file) for file in sorted(part.iterdir())}))
-            with (part / "checkpoint.json").open("w", encoding="ascii") as file:
+            save(tensors, storage_writer=FileSystemWriter(unfinished), no_dist=True)
+            digests = {file.name: sha256_of(file) for file in sorted(unfinished.iterdir())}
+            body = json.dumps(facts | dict(files=digests))
+            with (unfinished / "checkpoint.json").open("w", encoding="ascii") as file:
                 file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
                 file.flush()
                 os.fsync(file.fileno())
-            self.last = part.rename(whole)
+            self.last = unfinished.rename(whole)
             for old in sorted(self.folder.glob("step_*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
-        except (Exception, CheckpointException) as error:
-            cause = next(iter(getattr(error, "failures", {0: (error,)}).values()))[0]
-            why = getattr(cause, "strerror", None) or (str(cause).splitlines() or [repr(cause)])[0]
-            self.log.event(f"warn: {whole}: checkpoint not written ({why}); the last good one is {self.last}")
-            shutil.rmtree(part, ignore_errors=True)
+        except (Exception, CheckpointException) as error:        # the latter is no Exception
+            self.log.event(f"warn: {whole}: checkpoint not written ({first_cause(error)}); "
+                           f"the last good one is {self.last}")
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def find_checkpoint(resume: str, folder: str) -> Path:
@@ -1554,63 +1594,87 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
     """The list that the first SIGTERM or SIGINT enters; a second one acts as it did before."""
-    seen, before = [], {}
-    def restore(*number_and_frame) -> None:
-        seen.extend(number_and_frame[:1])
-        while before:
-            signal.signal(*before.popitem())
+    received: list[int] = []
+    handlers_before = {}
+    def restore() -> None:
+        for number in list(handlers_before):
+            signal.signal(number, handlers_before.pop(number))
+    def on_signal(number: int, frame) -> None:
+        received.append(number)
+        restore()
     with contextlib.suppress(ValueError):                  # only the main thread may install handlers
         for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, restore)
+            handlers_before[number] = signal.signal(number, on_signal)
     try:
-        yield seen
+        yield received
     finally:
         restore()
 
 
 def need_finite(where: str, values: dict[str, float]) -> None:
-    if bad := [name for name, value in values.items() if not math.isfinite(value)]:
-        raise Failure(f"{where}: not a finite number: {', '.join(bad)}. Lower the learning rates, or look at the data")
+    """Raises Failure that names the values which are no finite numbers."""
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    if bad:
+        raise Failure(f"{where}: not a finite number: {', '.join(bad)}. "
+                      "Lower the learning rates, or look at the data")
+
+
+class StepNumbers(NamedTuple):
+    """What is known of a step before the device has done it, and where its numbers will arrive."""
+    step: int                                # counted from 0
+    tokens: int                              # of all ranks in this step
+    tokens_so_far: int
+    lr: float                                # relative to the rates of the groups
+    stats: Tensor                            # on the CPU: loss, squared gradient norm of each bank, wish to stop
+    arrived: float | torch.cuda.Event        # the clock's stamp after which stats may be read
 
 
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 class Progress:
-    """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
+    """Train lines from numbers that are copied off the device and read one step late, so that no step waits.
+    A bank is a group of parameters that the optimizer updates as one; banks: their names."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
-        self.config, self.log, self.clock = c, log, clock
-        peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in header["devices"][0]), None)
-        self.flops_per_token = peak and 6 * header["parameters"]["matmul"] / peak / header["world_size"]  # of the peak
-        self.names = ["loss", *(f"gradient of {bank}" for bank in banks)]
-        self.waiting, self.tokens, self.stopping = None, 0, False
+        self.config, self.log, self.clock, self.banks = c, log, clock, banks
+        self.waiting: StepNumbers | None = None
+        self.tokens, self.stopping = 0, False
+        device = header["devices"][0]
+        peaks = [1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in device]      # of one device
+        flops_per_token = 6 * header["parameters"]["matmul"]
+        self.peak_seconds_per_token = flops_per_token / peaks[0] / header["world_size"] if peaks else None
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
-        """Keep this step's stats (loss, squared norms, stop), copied before clock.last; look at the step before."""
+        """Note a step whose stats (StepNumbers) arrive before clock.last; write the line of the step before it."""
         self.tokens += tokens
-        self.look((step, tokens, self.tokens, lr, stats, self.clock.last))
+        self.look(StepNumbers(step, tokens, self.tokens, lr, stats, self.clock.last))
 
     def mfu(self, tokens: float, ms: float) -> float | None:
         """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
-        return self.flops_per_token * tokens / ms * 1e3 if self.flops_per_token else None
+        if self.peak_seconds_per_token is None:
+            return None
+        return self.peak_seconds_per_token * tokens / ms * 1e3
 
-    def look(self, new: tuple | None = None) -> None:
+    def look(self, new: StepNumbers | None = None) -> None:
         """Write the line of the step that waits, when it is due. Raises Failure for what is not finite in it."""
         item, self.waiting = self.waiting, new
         if item is None:
             return
-        step, tokens, so_far, lr, stats, event = item
         if self.clock.cuda:
-            event.synchronize()
-        need_finite(f"step {step + 1}", dict(zip(self.names, stats.tolist())))
-        self.stopping = bool(stats[-1])
+            item.arrived.synchronize()
+        c, done = self.config, item.step + 1
+        loss, *squared_norms, stop = item.stats.tolist()
+        gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
+        need_finite(f"step {done}", {"loss": loss} | gradients)
+        self.stopping = bool(stop)
         self.clock.collect(keep=1)
-        c, done = self.config, step + 1
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
-            mfu = f"mfu:{self.mfu(tokens, ms):.3f} " if self.flops_per_token else ""
+            mfu = self.mfu(item.tokens, ms)
+            mfu_text = "" if mfu is None else f"mfu:{mfu:.3f} "
             self.log.event(
-                f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
-                f"step_avg:{ms:.2f}ms tokens_per_s:{tokens / ms * 1e3:.0f} {mfu}lr:{lr:.4f} tokens:{so_far}")
+                f"step:{done}/{c.num_steps} train_loss:{loss:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
+                f"step_avg:{ms:.2f}ms tokens_per_s:{item.tokens / ms * 1e3:.0f} {mfu_text}lr:{item.lr:.4f} "
+                f"tokens:{item.tokens_so_far}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2021,7 +2085,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
 
 def main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
-        print(help_text())
+        say(help_text())
         return 0
     log = world = None
     try:
@@ -2038,7 +2102,7 @@ def main(argv: list[str]) -> int:
         if isinstance(error, torch.OutOfMemoryError):
             error = Failure(f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})")
         if world is None or world.local == 0 or str(error).startswith("rank"):      # what all ranks say: once a host
-            print(f"train_gpt: {error}", file=sys.stderr, flush=True)
+            say(f"train_gpt: {error}", sys.stderr)
         if log is not None:
             log.write("result:" + json.dumps(dict(status=status, reason=str(error))))
         return 2 if status == "refused" else 1
