@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import platform
 import re
 import shutil
@@ -1040,10 +1041,10 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 6. Data
-# Shards of tokens become one stream, the stream becomes rows. A document begins at its mark, the id eod_id. A row
-# is row_tokens inputs with their targets. A piece is what one row holds of one document; the model calls it a
-# segment, and no segment sees another. Adjoining pieces of a row are read as one span (start, stop) of the stream.
-# All functions take plain numbers, and positions count tokens.
+# Shards become one stream of tokens, the stream becomes rows. A document begins at its mark, the id eod_id. A
+# row is row_tokens inputs with their targets. A piece is what a row holds of one document; the model calls it a
+# segment; no segment sees another. Adjoining pieces of a row are read as one span (start, stop) of the stream.
+# Everything here takes plain numbers.
 
 SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
 WIDE_SHARD_MAGIC = 20_240_801                # of shards of 32-bit tokens, which are not read here
@@ -1066,10 +1067,11 @@ def shard_tokens(path: str) -> int:
         raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{hint}; {again}")
     magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
     if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        is_wide = magic == WIDE_SHARD_MAGIC
-        hint = " (this is the 32-bit-token format, tokenize again with data/text.py)" if is_wide else ""
+        hint = "a header of 256 int32: magic, version, number of tokens, unused; raw tokens have none"
+        if magic == WIDE_SHARD_MAGIC:
+            hint = "this is the 32-bit-token format, tokenize again with data/text.py"
         raise Refusal(f"{path}: found magic/version {magic}/{version}, "
-                      f"expected {SHARD_MAGIC}/{SHARD_VERSION}{hint}")
+                      f"expected {SHARD_MAGIC}/{SHARD_VERSION} ({hint})")
     expected_size = SHARD_HEADER_BYTES + 2 * count
     if count <= 0 or size != expected_size:
         raise Refusal(f"{path}: header says {count:,} tokens ({expected_size:,} bytes), "
@@ -1077,20 +1079,45 @@ def shard_tokens(path: str) -> int:
     return count
 
 
+def matching_files(pattern: str, what: str) -> list[str]:
+    """What one pattern means: the file or folder of that very name, else a glob. Of a folder: its shards."""
+    for text in (pattern, pattern.strip(), os.path.expanduser(pattern.strip())):
+        folder, name = os.path.split(text)
+        if os.path.isdir(text):
+            found = glob.glob(os.path.join(glob.escape(text), f"*{what}*.bin"))
+        elif os.path.lexists(text):
+            found = [text]
+        else:                                    # brackets of an existing folder are no pattern
+            found = glob.glob(os.path.join(glob.escape(folder), name)) or glob.glob(text)
+        if found:
+            return found
+    return []
+
+
 def find_shards(patterns: str, what: str) -> list[str]:
-    """Files of comma-separated glob patterns, sorted by name, each file once. what: train or val, for the messages.
-    Raises Refusal when there are none."""
-    names = {os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())}
-    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # of linked files
+    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when
+    there are none. A comma may belong to a name: all texts together, else the fewest that match, are a pattern."""
+    texts, names = patterns.split(","), set()
+    while texts:
+        for count in (len(texts), *range(1, len(texts))):
+            found = matching_files(",".join(texts[:count]), what)
+            if found:
+                break
+        else:
+            count = 1                            # it matches nothing, whatever follows it
+        names.update(map(os.path.abspath, found))
+        texts = texts[count:]
+    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
     paths = sorted(first_name_of.values())
     for path in paths:
         if not os.path.isfile(path) or not os.access(path, os.R_OK):
             raise Refusal(f"{path}: no file that can be read; "
                           f"restore it, or name others with --{what}_files=PATTERN")
     if not paths:
-        raise Refusal(f"no {what} shards match {patterns:.300}: name others with --{what}_files=PATTERN, or "
-                      "make some: python data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, "
-                      "or --help")
+        looked = ", ".join(os.path.abspath(os.path.expanduser(text.strip())) for text in patterns.split(","))
+        raise Refusal(f"no {what} shards match {looked:.400} (of a folder: *{what}*.bin): name others with "
+                      f"--{what}_files=PATTERN, or make some: python data/cached_fineweb10B.py, "
+                      "or data/text.py --builtin --tokenizer=bytes, or --help")
     return paths
 
 
@@ -1100,21 +1127,21 @@ def dataset_card(paths: list[str]) -> dict | None:
     if not os.path.lexists(card):
         return None
     try:
-        text = card.read_text(encoding="utf-8") if card.is_file() else "no file"
+        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"    # -sig: a BOM is no fault
         found = json.loads(text)
-        vocab_size, eod_id = found["vocab_size"], found["eod_id"]
+        vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
         are_whole = type(vocab_size) is int and type(eod_id) is int
         if not are_whole or not 0 <= eod_id < vocab_size <= 65_536:
             raise ValueError("expected 0 <= eod_id < vocab_size <= 65536, "
                              f"found {eod_id!r:.40} and {vocab_size!r:.40}")
-        return dict(tokenizer=str(found["tokenizer"]), vocab_size=vocab_size, eod_id=eod_id)
+        return dict(tokenizer=tokenizer and str(tokenizer), vocab_size=vocab_size, eod_id=eod_id)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); "
                       "make it again with data/text.py") from None
 
 
 def as_int16(token_id: int) -> int:
-    """The int16 that has the same 16 bits: torch hardly computes with uint16, so shards are mapped as int16."""
+    """The int16 with the same 16 bits: torch hardly computes with uint16, so shards are mapped as int16."""
     return token_id - 65_536 if token_id > 32_767 else token_id
 
 
@@ -1166,21 +1193,21 @@ class TokenStream:
                 ids = chunk.int() & 0xFFFF
                 at = int((ids >= self.vocab_size).nonzero()[0])
                 raise Refusal(f"{self.paths[k]}: token {ids[at]} at position {begin + at} is outside the "
-                              f"vocabulary of {self.vocab_size}; were these shards made with another tokenizer?")
+                              f"vocabulary of {self.vocab_size}; were these made with another tokenizer?")
             marks = (chunk == as_int16(eod_id)).nonzero().flatten()
             starts += (marks + (self.starts[k] + begin)).tolist()
         self.indexed[k, eod_id] = starts
         return starts
 
     def marks(self, eod_id: int, first_shard: int = 0) -> Iterator[int]:
-        """Positions of the marks of first_shard and all after it, which are searched only as far as they are asked."""
+        """Positions of the marks from first_shard on; a shard is searched when its first mark is wanted."""
         for k in range(first_shard, len(self.paths)):
             yield from self.document_starts(k, eod_id)
 
     def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
-        """int64 [documents]: a hash of the first length tokens after the mark, for each document of shard k that
-        has so many: the sum over the tokens of each times a random odd number that belongs to its place, modulo
-        2^64. Equal texts have equal hashes, others practically never (Carter and Wegman 1979)."""
+        """int64 [documents]: a hash of the first length tokens after the mark, for each document of shard k
+        that has so many: the sum of all tokens, each times a random odd number that belongs to its place,
+        modulo 2^64. Equal texts have equal hashes, others practically never (Carter and Wegman 1979)."""
         tokens = self.shard(k)
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
         lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
@@ -1191,8 +1218,16 @@ class TokenStream:
         return (texts * odd_numbers).sum(1)
 
 
+def need_documents(stream: TokenStream, eod_id: int) -> None:
+    """Raises Refusal when shards without a dataset.json hardly hold a mark: another tokenizer made them."""
+    marks = len(stream.document_starts(0, eod_id))
+    if dataset_card(stream.paths) is None and marks * 10 ** 6 < stream.starts[1]:
+        raise Refusal(f"no end-of-document id {eod_id} in {stream.paths[0]} (or fewer than one in a million "
+                      "tokens); was dataset.json left behind?")
+
+
 class Position(NamedTuple):
-    """Where the data stands between two steps: what is left of a cut document, and where the next one begins."""
+    """Where the data stands between two steps: what is left of a cut document, where the next one begins."""
     epoch: int = 0
     start: int = 0                           # of the piece carried over; start == stop: none
     stop: int = 0
@@ -1273,16 +1308,24 @@ def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, 
         filled += length
 
 
+def rows_per_rank(num_rows: int, size: int) -> int:
+    """Rows of a step that each of size ranks gets. Where they don't divide, the last ranks get empty ones."""
+    return -(-num_rows // size)
+
+
 def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
             pinned: bool = False, ahead: int = 32) -> Iterator[Batch]:
-    """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread.
-    Row i of n goes to rank i // (n / size). Errors of the thread are raised here."""
+    """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread, whose
+    errors are raised here. Row i goes to rank i // rows_per_rank. Empty rows are all eod_id, with all targets -1."""
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
-        own_rows = rows[rank * num_rows // size:(rank + 1) * num_rows // size]
-        inputs, targets = torch.empty(2, len(own_rows), row_tokens, dtype=torch.int32, pin_memory=pinned)
+        per_rank = rows_per_rank(num_rows, size)
+        own_rows = rows[rank * per_rank:(rank + 1) * per_rank]
+        inputs, targets = torch.empty(2, per_rank, row_tokens, dtype=torch.int32, pin_memory=pinned)
         for i, spans in enumerate(own_rows):
             fill_row(planner.stream, spans, inputs[i], targets[i])
+        inputs[len(own_rows):] = planner.eod_id
+        targets[len(own_rows):] = -1
         return Batch(inputs, targets, planner.position)
     with ThreadPoolExecutor(1) as pool:
         futures = (pool.submit(prepare, num_rows, max_doc_tokens) for num_rows, max_doc_tokens in plan)
@@ -1294,10 +1337,10 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
 
 def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int,
                     eod_id: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches (inputs, targets), int32 [num_rows, T], that score targets 1..num_targets of the stream, each once.
-    Batch i goes to rank i % size. A row begins overlap tokens before its first input whose target counts; targets
-    before that, and those of what is filled up, are -1."""
-    firsts = range(0, num_targets, row_tokens - overlap)       # of each row, the first input whose target counts
+    """Batches (inputs, targets), int32 [num_rows, T], that score targets 1..num_targets of the stream, each
+    once. Batch i goes to rank i % size. A row begins overlap tokens before its first input that counts; targets
+    before that, and of what is filled up, are -1."""
+    firsts = range(0, num_targets, row_tokens - overlap)             # of each row, the first input that counts
     for k in range(rank * num_rows, len(firsts), size * num_rows):
         inputs = torch.full((num_rows, row_tokens), eod_id, dtype=torch.int32)
         targets = torch.full((num_rows, row_tokens), -1, dtype=torch.int32)
@@ -1366,15 +1409,23 @@ def ema_rate_at(c: Config, step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
-# The log is the record, and rank 0 writes it. The console is a copy that may go away at any time. The clock. Checkpoints
-# are files of torch.distributed.checkpoint, with facts as JSON beside them. Signals ask a run to stop.
+# The log is the record; rank 0 writes it, and the console is a copy that may go away. The clock. Checkpoints:
+# files of torch.distributed.checkpoint, facts as JSON beside them. Signals that ask a run to stop. Train lines.
 
 FENCE = "=" * 100                        # a line of its own, before and after the header
-COMMAND_TIMEOUT_S = 5                    # for nvidia-smi and git: nobody waits for them
+COMMAND_TIMEOUT_S = 5                    # for nvidia-smi and git, which may hang
+CHECKPOINT_FACTS = ("step", "tokens", "position", "total_ms", "step_ms", "run", "bank_steps", "files")
+METADATA_NAMES = {                       # module: names that the .metadata of plain tensors is made of
+    "torch": ("Size",), "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
+        "StorageMeta", "_MEM_FORMAT_ENCODING")}
 
 def say(text: str, stream=None, end: str = "\n") -> None:
-    """Print text, on standard output unless another stream is named. The console is optional: once it is gone (a
-    closed terminal or pipe, a full disk), what should go there is lost, and nothing else."""
+    """Print text, on standard output unless another stream is named. The console is optional: once it is gone
+    (a closed terminal or pipe, a full disk), what should go there is lost, and nothing else."""
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     printable = text.encode(encoding, "backslashreplace").decode(encoding)       # also on an ASCII terminal
@@ -1382,7 +1433,7 @@ def say(text: str, stream=None, end: str = "\n") -> None:
         print(printable, end=end, file=stream, flush=True)
     except (OSError, ValueError):                # ValueError: the stream is closed
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())     # or Python fails at its end, in a flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())     # or Python's last flush fails
 
 
 class RunLog:
@@ -1396,7 +1447,8 @@ class RunLog:
                 self.path = Path(log_dir) / f"{self.run_id}.txt"
                 self.file = self.path.open("w", encoding="utf-8", newline="\n")
             except OSError as error:
-                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); name another one") from None
+                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); "
+                              "name another one") from None
 
     def write(self, text: str) -> None:
         """Add text to the log only."""
@@ -1410,6 +1462,10 @@ class RunLog:
 
     def header(self, source: str, facts: dict) -> None:
         """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence. Raises Refusal."""
+        lines = [line.rstrip("\r") for line in source.split("\n")]
+        if FENCE in lines:
+            raise Refusal(f"line {lines.index(FENCE) + 1} of this script is {len(FENCE)} times '=', which in a "
+                          "log ends the source; change that line")
         self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
         if smi := run_quietly("nvidia-smi"):
             self.write(smi)
@@ -1423,11 +1479,14 @@ class RunLog:
 
     def close(self) -> None:
         if self.file is not None:
-            self.file.close()
+            with contextlib.suppress(OSError):
+                self.file.close()
+        for stream in (sys.stdout, sys.stderr):  # what others have printed
+            say("", stream, end="")
 
 
 def fingerprint(path: str) -> str:
-    """16 hex digits of the sha256 over header, first and last MiB: names a file, for data/verify.py to check."""
+    """16 hex digits of the sha256 over header, first and last MiB: names a file; data/verify.py checks it."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         digest.update(file.read(1024 + 2 ** 20))
@@ -1437,26 +1496,43 @@ def fingerprint(path: str) -> str:
 
 
 def run_quietly(*command: str) -> str:
-    """Standard output of a command, or an empty text when it fails or can't run."""
+    """Standard output of a command; an empty text when it fails, can't run or takes more than 5 s."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        child = subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True,
+                                 errors="replace", start_new_session=True)
+        output, _ = child.communicate(timeout=COMMAND_TIMEOUT_S)
+    except OSError:
         return ""
+    except subprocess.TimeoutExpired:            # not waited for: what hangs in a driver can't be killed
+        os.killpg(child.pid, signal.SIGKILL)
+        say(f"warn: {command[0]}: no answer within {COMMAND_TIMEOUT_S} s; going on without it", sys.stderr)
+        return ""
+    return output.strip() if child.returncode == 0 else ""
+
+
+def git_state(folder: str) -> dict:
+    """A folder's commit and whether tracked files differ from it, as far as git can tell. Writes nothing."""
+    lines = run_quietly("git", "--no-optional-locks", "-C", folder, "status", "--porcelain=v2", "--branch",
+                        "--untracked-files=no").splitlines()
+    if not lines:
+        return dict(commit="unknown", dirty=None)
+    dirty = any(not line.startswith("#") for line in lines)
+    return dict(commit=lines[0].removeprefix("# branch.oid "), dirty=dirty)
 
 
 def process_age_s() -> float:
     """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start_ticks = int(after_name[19])        # proc(5): field 22, starttime, counted from the machine's start
+        start_ticks = int(after_name[19])        # proc(5): field 22, starttime, since the machine's start
         return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return time.process_time()
 
 
 class Clock:
-    """Honest time: starts and pauses with a device synchronisation; steps are timed by events, read one step late."""
+    """Honest time: starts and pauses with a device synchronisation; steps are timed by events, which are read
+    one step late."""
     def __init__(self, device: torch.device):
         self.cuda, self.device = device.type == "cuda", device
         self.total_ms = 0.0                              # up to the last pause
@@ -1491,7 +1567,7 @@ class Clock:
         self.unread.append((before, self.last))
 
     def collect(self, keep: int = 0) -> None:
-        """Move finished step times into step_ms, all but the last keep; waits for the device where it must."""
+        """Move the times of finished steps into step_ms, all but the last keep; waits for the device."""
         while len(self.unread) > keep:
             begin, end = self.unread.pop(0)
             if self.cuda:
@@ -1512,7 +1588,7 @@ def sha256_of(path: Path) -> str:
 
 
 def first_cause(error: BaseException) -> str:
-    """What went wrong, in one line. torch's CheckpointException has failures = {rank: (exception, traceback)}."""
+    """What went wrong, in a line. A CheckpointException has failures = {rank: (exception, traceback)}."""
     failures = getattr(error, "failures", None)
     if failures:
         error, _ = next(iter(failures.values()))
@@ -1521,14 +1597,16 @@ def first_cause(error: BaseException) -> str:
 
 
 class Store:
-    """Writes folder/step_N in the background, named so when whole; keeps two. A failure is said; training goes on."""
+    """Writes folder/step_N in the background, named so when whole; keeps two. A failure is said and training
+    goes on; failed says whether the latest attempt was one."""
     def __init__(self, folder: Path, log: RunLog):
         self.folder, self.log = folder, log
         self.last: Path | None = None                    # the newest checkpoint that is whole
+        self.failed = False
         self.pool, self.writing = ThreadPoolExecutor(1), None
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
-        """Write tensors (on the CPU, no one else's) while training goes on, once the write before has ended."""
+        """Write tensors (on the CPU, no one else's) while training goes on, once the last write has ended."""
         self.finish()
         name = f"step_{step:06d}"
         if self.last != self.folder / name:      # the target may be met right after a checkpoint
@@ -1543,7 +1621,7 @@ class Store:
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
         from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
         unfinished, whole = self.folder / f"writing_{name}", self.folder / name
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
         try:
             save(tensors, storage_writer=FileSystemWriter(unfinished), no_dist=True)
             digests = {file.name: sha256_of(file) for file in sorted(unfinished.iterdir())}
@@ -1552,63 +1630,129 @@ class Store:
                 file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
                 file.flush()
                 os.fsync(file.fileno())
-            self.last = unfinished.rename(whole)
+            self.last, self.failed = unfinished.rename(whole), False
             for old in sorted(self.folder.glob("step_*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
         except (Exception, CheckpointException) as error:        # the latter is no Exception
+            self.failed = True
             self.log.event(f"warn: {whole}: checkpoint not written ({first_cause(error)}); "
                            f"the last good one is {self.last}")
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def find_checkpoint(resume: str, folder: str) -> Path:
-    """The folder that --resume names. Raises Refusal when there is none."""
-    found = Path(folder).glob("*/step_*/checkpoint.json") if resume == "latest" else [Path(resume) / "checkpoint.json"]
-    found = sorted((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
-        raise Refusal(f"--resume={resume}: no checkpoint there (a folder step_N with checkpoint.json; in {folder}/*/)")
-    return found[-1].parent
+def need_writable(folder: str) -> None:
+    """Raises Refusal when checkpoints can't be written into the folder, which is made when it is missing."""
+    trial = Path(folder) / f"trial_{uuid.uuid4().hex[:8]}"
+    try:
+        trial.mkdir(parents=True)
+        trial.rmdir()
+    except OSError as error:
+        raise Refusal(f"--checkpoint_dir={folder}: can't be written ({error.strerror}); "
+                      "name another one") from None
+
+
+def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
+    """The folder that --resume names; for latest the newest one in folder/*/ that fits: misfit(facts) says why it
+    doesn't, or nothing. Raises Refusal that names what there is."""
+    if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
+        return Path(resume)
+    found = [file for file in Path(folder).glob("*/step_*/checkpoint.json") if file.is_file()]
+    found.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    there = [str(file.parent) for file in found]
+    for number, path in enumerate(there if resume == "latest" else ()):
+        try:
+            reason = misfit(read_facts(path))
+        except Refusal as error:
+            reason = str(error)
+        if not reason:
+            return Path(path)
+        there[number] += f" ({reason})"
+    raise Refusal(f"--resume={resume}: no checkpoint there that fits (a folder step_N with checkpoint.json); "
+                  f"in {folder}/*/: {', '.join(there[:3]) or 'none'}")
+
+
+def read_facts(folder: str | Path) -> dict:
+    """checkpoint.json, whose first line is the sha256 of its rest. Raises Refusal."""
+    place = Path(folder) / "checkpoint.json"
+    try:
+        digest, _, body = place.read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+        facts = json.loads(body)
+        missing = [key for key in CHECKPOINT_FACTS if key not in facts]
+    except OSError as error:
+        raise Refusal(f"{place}: can't be read ({error.strerror})") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Refusal(f"{place}: no facts of a checkpoint ({error!r:.99})") from None
+    if missing:
+        raise Refusal(f"{place}: lacks {', '.join(missing)}; take another checkpoint")
+    return facts
+
+
+def need_bank_steps(folder: str | Path, facts: dict, banks: list[str]) -> None:
+    """Raises Refusal that names the banks whose number of steps the checkpoint does not say."""
+    missing = [bank for bank in banks if type(facts["bank_steps"].get(bank)) is not int]
+    if missing:
+        raise Refusal(f"{folder}: its bank_steps lack {', '.join(missing)}; take another checkpoint")
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads a checkpoint's .metadata. A pickle may call anything; this one gets METADATA_NAMES and dtypes."""
+    def find_class(self, module: str, name: str):
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and name not in METADATA_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"its metadata asks for {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """(facts, tensors by "PARAMETER/KIND"). Raises Refusal that names the file when a byte is wrong."""
-    from torch.distributed.checkpoint import FileSystemReader, load
-    place = Path(folder) / "checkpoint.json"
+    from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
+    facts = read_facts(folder)
+    for name, digest in facts["files"].items():
+        place = Path(folder) / name
+        try:
+            digest_found = sha256_of(place)
+        except OSError as error:
+            raise Refusal(f"{place}: can't be read ({error.strerror})") from None
+        if digest_found != digest:
+            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
     try:
-        digest, _, body = place.read_bytes().partition(b"\n")
-        facts = json.loads(body) if hashlib.sha256(body).hexdigest().encode() == digest else None
-        for name in facts["files"] if facts else [""]:
-            place = Path(folder) / name if facts else place
-            if not facts or sha256_of(place) != facts["files"][name]:
-                raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
-    except OSError as error:
-        raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-    reader = FileSystemReader(folder)
-    found = reader.read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(info.size, dtype=info.properties.dtype) for key, info in found.items()}
-    with warnings.catch_warnings(action="ignore"):         # "no process group": each rank reads for itself
-        load(tensors, storage_reader=reader, no_dist=True)
+        with (Path(folder) / ".metadata").open("rb") as file:
+            metadata = MetadataUnpickler(file).load()
+        tensors = {key: torch.empty(info.size, dtype=info.properties.dtype)
+                   for key, info in metadata.state_dict_metadata.items()}
+        reader = FileSystemReader(folder)
+        reader.read_metadata = lambda *_, **__: metadata   # its own unpickles without a list
+        with warnings.catch_warnings(action="ignore"):     # "no process group": each rank reads for itself
+            load(tensors, storage_reader=reader, no_dist=True)
+    except (Exception, CheckpointException) as error:
+        raise Refusal(f"{folder}: can't be read as a checkpoint ({first_cause(error):.200})") from None
     return facts, tensors
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The list that the first SIGTERM or SIGINT enters; a second one acts as it did before."""
+    """The list that signals enter which ask the run to stop. After the first, SIGTERM and SIGINT act as before,
+    SIGHUP and SIGUSR1 don't: one cause may send them twice (kernel and shell, SLURM and launcher)."""
     received: list[int] = []
     handlers_before = {}
-    def restore() -> None:
-        for number in list(handlers_before):
+    def restore(*numbers: int) -> None:
+        for number in handlers_before.keys() & set(numbers):
             signal.signal(number, handlers_before.pop(number))
     def on_signal(number: int, frame) -> None:
         received.append(number)
-        restore()
+        restore(signal.SIGTERM, signal.SIGINT)
     with contextlib.suppress(ValueError):                  # only the main thread may install handlers
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             handlers_before[number] = signal.signal(number, on_signal)
+        # nohup has its way, but not in torchrun's ranks (leaders of sessions): it kills them after a SIGHUP
+        if handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid():
+            restore(signal.SIGHUP)
     try:
         yield received
     finally:
-        restore()
+        restore(*handlers_before)
 
 
 def need_finite(where: str, values: dict[str, float]) -> None:
@@ -1625,7 +1769,7 @@ class StepNumbers(NamedTuple):
     tokens: int                              # of all ranks in this step
     tokens_so_far: int
     lr: float                                # relative to the rates of the groups
-    stats: Tensor                            # on the CPU: loss, squared gradient norm of each bank, wish to stop
+    stats: Tensor                            # on the CPU: loss, each bank's squared gradient norm, stop
     arrived: float | torch.cuda.Event        # the clock's stamp after which stats may be read
 
 
@@ -1643,7 +1787,7 @@ class Progress:
         self.peak_seconds_per_token = flops_per_token / peaks[0] / header["world_size"] if peaks else None
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
-        """Note a step whose stats (StepNumbers) arrive before clock.last; write the line of the step before it."""
+        """Note a step whose stats (StepNumbers) arrive before clock.last; write the line of the last one."""
         self.tokens += tokens
         self.look(StepNumbers(step, tokens, self.tokens, lr, stats, self.clock.last))
 
@@ -1654,7 +1798,7 @@ class Progress:
         return self.peak_seconds_per_token * tokens / ms * 1e3
 
     def look(self, new: StepNumbers | None = None) -> None:
-        """Write the line of the step that waits, when it is due. Raises Failure for what is not finite in it."""
+        """Write the line of the step that waits, if it is due. Raises Failure for what is not finite in it."""
         item, self.waiting = self.waiting, new
         if item is None:
             return
