@@ -1042,8 +1042,8 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
 # ----------------------------------------------------------------------------------------------------------------------
 # 6. Data
 # Shards become one stream of tokens, the stream becomes rows. A document begins at its mark, the id eod_id. A
-# row is row_tokens inputs with their targets. A piece is what a row holds of one document; the model calls it a
-# segment; no segment sees another. Adjoining pieces of a row are read as one span (start, stop) of the stream.
+# row is row_tokens inputs with their targets. A piece is what a row holds of one document; the model calls it
+# a segment, and none sees another. Adjoining pieces of a row are one span (start, stop).
 # Everything here takes plain numbers.
 
 SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
@@ -1067,7 +1067,7 @@ def shard_tokens(path: str) -> int:
         raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{hint}; {again}")
     magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
     if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        hint = "a header of 256 int32: magic, version, number of tokens, unused; raw tokens have none"
+        hint = "a header begins with magic, version, number of tokens as int32; raw tokens have none"
         if magic == WIDE_SHARD_MAGIC:
             hint = "this is the 32-bit-token format, tokenize again with data/text.py"
         raise Refusal(f"{path}: found magic/version {magic}/{version}, "
@@ -1095,8 +1095,8 @@ def matching_files(pattern: str, what: str) -> list[str]:
 
 
 def find_shards(patterns: str, what: str) -> list[str]:
-    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when
-    there are none. A comma may belong to a name: all texts together, else the fewest that match, are a pattern."""
+    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when there
+    are none. A comma may belong to a name: all texts in one, else the fewest that match, make a pattern."""
     texts, names = patterns.split(","), set()
     while texts:
         for count in (len(texts), *range(1, len(texts))):
@@ -1115,9 +1115,9 @@ def find_shards(patterns: str, what: str) -> list[str]:
                           f"restore it, or name others with --{what}_files=PATTERN")
     if not paths:
         looked = ", ".join(os.path.abspath(os.path.expanduser(text.strip())) for text in patterns.split(","))
-        raise Refusal(f"no {what} shards match {looked:.400} (of a folder: *{what}*.bin): name others with "
-                      f"--{what}_files=PATTERN, or make some: python data/cached_fineweb10B.py, "
-                      "or data/text.py --builtin --tokenizer=bytes, or --help")
+        raise Refusal(f"no {what} shards match {patterns:.200} (looked for {looked:.300}; in a folder: "
+                      f"*{what}*.bin): name others with --{what}_files=PATTERN, or make some: python "
+                      "data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
     return paths
 
 
@@ -1127,7 +1127,7 @@ def dataset_card(paths: list[str]) -> dict | None:
     if not os.path.lexists(card):
         return None
     try:
-        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"    # -sig: a BOM is no fault
+        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"  # -sig: BOM or not
         found = json.loads(text)
         vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
         are_whole = type(vocab_size) is int and type(eod_id) is int
@@ -1316,7 +1316,7 @@ def rows_per_rank(num_rows: int, size: int) -> int:
 def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
             pinned: bool = False, ahead: int = 32) -> Iterator[Batch]:
     """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread, whose
-    errors are raised here. Row i goes to rank i // rows_per_rank. Empty rows are all eod_id, with all targets -1."""
+    errors are raised here. Row i goes to rank i // rows_per_rank. Empty rows are eod_id, with targets -1."""
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
         per_rank = rows_per_rank(num_rows, size)
@@ -1338,9 +1338,9 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
 def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int,
                     eod_id: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches (inputs, targets), int32 [num_rows, T], that score targets 1..num_targets of the stream, each
-    once. Batch i goes to rank i % size. A row begins overlap tokens before its first input that counts; targets
-    before that, and of what is filled up, are -1."""
-    firsts = range(0, num_targets, row_tokens - overlap)             # of each row, the first input that counts
+    once. Batch i goes to rank i % size. A row begins overlap tokens before its first input that counts;
+    targets before that, and of what is filled up, are -1."""
+    firsts = range(0, num_targets, row_tokens - overlap)           # of each row, the first input that counts
     for k in range(rank * num_rows, len(firsts), size * num_rows):
         inputs = torch.full((num_rows, row_tokens), eod_id, dtype=torch.int32)
         targets = torch.full((num_rows, row_tokens), -1, dtype=torch.int32)
@@ -1410,7 +1410,7 @@ def ema_rate_at(c: Config, step: int) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
 # The log is the record; rank 0 writes it, and the console is a copy that may go away. The clock. Checkpoints:
-# files of torch.distributed.checkpoint, facts as JSON beside them. Signals that ask a run to stop. Train lines.
+# files of torch.distributed.checkpoint, facts as JSON beside them. Signals that stop a run. Train lines.
 
 FENCE = "=" * 100                        # a line of its own, before and after the header
 COMMAND_TIMEOUT_S = 5                    # for nvidia-smi and git, which may hang
@@ -1464,8 +1464,8 @@ class RunLog:
         """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence. Raises Refusal."""
         lines = [line.rstrip("\r") for line in source.split("\n")]
         if FENCE in lines:
-            raise Refusal(f"line {lines.index(FENCE) + 1} of this script is {len(FENCE)} times '=', which in a "
-                          "log ends the source; change that line")
+            raise Refusal(f"line {lines.index(FENCE) + 1} of this script is {len(FENCE)} times '=', which in "
+                          "a log ends the source; change that line")
         self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
         if smi := run_quietly("nvidia-smi"):
             self.write(smi)
@@ -1652,8 +1652,8 @@ def need_writable(folder: str) -> None:
 
 
 def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
-    """The folder that --resume names; for latest the newest one in folder/*/ that fits: misfit(facts) says why it
-    doesn't, or nothing. Raises Refusal that names what there is."""
+    """The folder that --resume names; for latest the newest in folder/*/ that fits: misfit(facts) says why
+    it doesn't, or nothing. Raises Refusal that names what there is."""
     if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
         return Path(resume)
     found = [file for file in Path(folder).glob("*/step_*/checkpoint.json") if file.is_file()]
@@ -1733,7 +1733,7 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The list that signals enter which ask the run to stop. After the first, SIGTERM and SIGINT act as before,
+    """The list that the signals enter which stop a run. After the first, SIGTERM and SIGINT act as before;
     SIGHUP and SIGUSR1 don't: one cause may send them twice (kernel and shell, SLURM and launcher)."""
     received: list[int] = []
     handlers_before = {}
@@ -1798,7 +1798,7 @@ class Progress:
         return self.peak_seconds_per_token * tokens / ms * 1e3
 
     def look(self, new: StepNumbers | None = None) -> None:
-        """Write the line of the step that waits, if it is due. Raises Failure for what is not finite in it."""
+        """Write the line of the step that waits, if due. Raises Failure for what is not finite in it."""
         item, self.waiting = self.waiting, new
         if item is None:
             return
@@ -1873,7 +1873,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
                       f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} (--nproc_per_node or NPROC)")
     for k in range(len(val_stream.paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
-    train_stream.document_starts(0, c.eod_id)
+    for stream in (train_stream, val_stream):
+        need_documents(stream, c.eod_id)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex)
     if kernels.compile and not world.is_cuda and not find_compiler():
         raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use --compile=off")
@@ -2057,7 +2058,7 @@ def self_check(run: Run, log: RunLog) -> None:
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     """The log's header: everything needed to judge and repeat the run (what fits into memory is found later)."""
-    c, world, git = run.config, run.world, ("git", "-C", str(Path(__file__).parent))
+    c, world = run.config, run.world
     data = {split: dict(tokens=stream.num_tokens, files=[
         dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
         for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])])
@@ -2073,8 +2074,7 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
                       hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads()),
         micro_rows=run.micro_rows, kernels={k: str(v) for k, v in run.kernels._asdict().items()},
         data=data | dict(tokenizer=(dataset_card(run.train_stream.paths) or {}).get("tokenizer")),
-        git=dict(commit=run_quietly(*git, "rev-parse", "HEAD"),
-                 dirty=bool(run_quietly(*git, "status", "--porcelain", "--untracked-files=no"))),
+        git=git_state(str(Path(__file__).parent)) if world.rank == 0 else {},
         parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
@@ -2105,8 +2105,13 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
 
 def load_checkpoint(run: Run, header: dict) -> dict:
     """Take over the checkpoint that --resume names. -> its facts. Raises Refusal, before anything is changed."""
-    path = find_checkpoint(run.config.resume, run.config.checkpoint_dir)
+    settings = identity(header, ())
+    def misfit(facts: dict) -> str:
+        differ = [key for key, value in identity(facts["run"], ()).items() if settings.get(key) != value]
+        return f"{differ[0]} differs" if differ else ""
+    path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
     saved, tensors = read_checkpoint(path)
+    need_bank_steps(path, saved, [bank.group.name for bank in run.optimizer.banks])
     there, here = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
     for key in [*there, *here]:
         if there.get(key) != here.get(key):
@@ -2153,7 +2158,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults))
     ms, tokens, memory = clock.total_ms, progress.tokens, torch.cuda.max_memory_allocated() // 2 ** 20 or None
     result |= dict(train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3), tokens_trained=tokens,
-                   peak_memory_mib=memory, time_to_first_step_s=started, mfu=progress.mfu(tokens, ms))
+                   peak_memory_mib=memory, time_to_first_step_s=started, mfu=progress.mfu(tokens, ms),
+                   checkpoint_failed=store.failed)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
     if store.last:
         log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")
@@ -2238,9 +2244,13 @@ def main(argv: list[str]) -> int:
             torch.use_deterministic_algorithms(True)
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)              # before the ranks meet: a refusal of rank 0 then ends all
+        if config.checkpoint_every_steps and world.rank == 0:
+            need_writable(config.checkpoint_dir)
         join_group(world)
         result = train(config, world, log, overrides, argv)
-        return 128 + result["signal"] if result["status"] == "stopped" else 0
+        if result["status"] == "stopped":
+            return 128 + result["signal"]
+        return 1 if result["checkpoint_failed"] else 0
     except (Refusal, Failure, torch.OutOfMemoryError) as error:
         status = "refused" if isinstance(error, Refusal) else "failed"
         if isinstance(error, torch.OutOfMemoryError):

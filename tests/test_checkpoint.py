@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from model_helpers import without_launcher
 from run_helpers import byte_run, changed, checkpoints_in, facts_of, losses_of, run_here, start, stop, wait_for
 
 
@@ -316,6 +317,13 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_refused(tg, tmp_path):
             tg.need_writable(place)
 
 
+def test_a_run_that_asks_for_checkpoints_is_refused_where_they_cannot_be_written(tg, monkeypatch, tmp_path, capsys):
+    without_launcher(monkeypatch)
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    assert tg.main(byte_run(tmp_path, "--checkpoint_every_steps=3")) == 2
+    assert "--checkpoint_dir=" in capsys.readouterr().err
+
+
 def test_a_store_knows_whether_its_latest_attempt_failed(tg, tmp_path):
     import torch
     log = tg.RunLog(str(tmp_path / "logs"), tg.World())
@@ -336,7 +344,7 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path):
     argv = byte_run(tmp_path, "--checkpoint_every_steps=2")
     process = start(argv, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)))
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    assert process.returncode == 1, output
     assert output.count("checkpoint not written (") == 3 and "Traceback" not in output, output
     assert not checkpoints_in(tmp_path) and not list(tmp_path.glob("checkpoints/*/*"))
 
