@@ -34,6 +34,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import platform
 import re
 import shutil
@@ -816,7 +817,7 @@ def rows_state(table: Tensor) -> dict[str, Tensor]:
 class Rule(NamedTuple):
     """How a bank learns. A group's kind names one."""
     update: Callable             # update(master, grad, *state, **numbers); of a table: see RowBank.update
-    reads: tuple[str, ...]       # the numbers that update takes: see numbers_of
+    reads: tuple[str, ...]       # the numbers that update takes: see rule_inputs
     state: Callable              # master -> {name: zeros}, in the order in which update takes them
     layout: str                  # of a bank: "matrices" [N, R, C] | "flat" [N] | "table": one parameter
 
@@ -826,7 +827,7 @@ RULES = {
     "adam": Rule(adam_update, ("lr", "beta1", "beta2", "bias1", "bias2", "eps", "decay"), adam_state, "flat"),
     "rows": Rule(rows_update, ("lr", "beta2", "eps", "decay"), rows_state, "table")}
 
-def numbers_of(group: Group, steps: int, lr_scale: float, momentum: float) -> dict[str, float | None]:
+def rule_inputs(group: Group, steps: int, lr_scale: float, momentum: float) -> dict[str, float | None]:
     """All that a rule may read in update number steps (1, 2, ..). bias is the sum of an average's weights."""
     beta1, beta2 = group.betas
     bias1, bias2 = (None if beta is None else 1 - beta ** steps for beta in group.betas)
@@ -838,7 +839,7 @@ def check_group(group: Group) -> None:
     """Raises ValueError for a group that its rule can't update."""
     if group.kind not in RULES:
         raise ValueError(f"group {group.name}: kind is {group.kind}, expected one of {', '.join(RULES)}")
-    rule, numbers = RULES[group.kind], numbers_of(group, 1, 1.0, 0.0)
+    rule, numbers = RULES[group.kind], rule_inputs(group, 1, 1.0, 0.0)
     for cell in rule.reads:
         if numbers[cell] is None or (cell == "eps" and numbers[cell] <= 0):      # an eps of 0 gives 0 / 0
             raise ValueError(f"group {group.name}: rule {group.kind} reads {cell}, found {numbers[cell]}: "
@@ -1049,7 +1050,7 @@ class Optimizer:
     def update(self, bank: Bank, lr_scale: float, momentum: float) -> None:
         """Applies the bank's rule, at lr_scale times the group's rate. Only muon reads momentum."""
         bank.steps += 1
-        kind, available = bank.group.kind, numbers_of(bank.group, bank.steps, lr_scale, momentum)
+        kind, available = bank.group.kind, rule_inputs(bank.group, bank.steps, lr_scale, momentum)
         # As 0-D CPU tensors: a float becomes part of the compiled graph. A new value then compiles a new
         # graph or (seen with torch 2.13) gets one from the cache on disk that holds another script's value.
         numbers = {name: torch.tensor(available[name]) for name in RULES[kind].reads}
@@ -1420,42 +1421,83 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 6. Data
-# Token shards, the planner that says which span goes into which row, and the batch generator. Takes plain numbers.
+# Shards become one stream of tokens, the stream becomes rows. A document begins at its mark, the id eod_id. A
+# row is row_tokens inputs with their targets. A piece is what a row holds of one document; the model calls it
+# a segment, and none sees another. Adjoining pieces of a row are one span (start, stop).
+# Everything here takes plain numbers.
 
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20_240_520, 1, 1024
+SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
+WIDE_SHARD_MAGIC = 20_240_801                # of shards of 32-bit tokens, which are not read here
+SHARD_VERSION = 1
+SHARD_HEADER_BYTES = 1024                    # 256 int32: magic, version, number of tokens, unused
+SCAN_TOKENS = 2 ** 20                        # searched at once, so that they and their copies fit a cache
 
 def shard_tokens(path: str) -> int:
-    """Token count of a FineWeb-format shard: 256 int32 (magic, version, count), then uint16. Raises Refusal."""
+    """Number of tokens of a shard in FineWeb's format: a header, then uint16 tokens. Raises Refusal."""
     again = "delete the file and download or make it again"
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
-            head = file.read(SHARD_HEADER_BYTES)
+            header = file.read(SHARD_HEADER_BYTES)
     except OSError as error:
         raise Refusal(f"{path}: can't be read ({error.strerror})") from None
-    if len(head) < SHARD_HEADER_BYTES:
-        pointer = ", looks like the pointer text of a large-file store" if head.startswith(b"version https") else ""
-        raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{pointer}; {again}")
-    magic, version, count = (int.from_bytes(head[i:i + 4], "little", signed=True) for i in (0, 4, 8))
+    if len(header) < SHARD_HEADER_BYTES:
+        is_pointer = header.startswith(b"version https")
+        hint = ", looks like the pointer text of a large-file store" if is_pointer else ""
+        raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{hint}; {again}")
+    magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
     if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        hint = " (this is the 32-bit-token format, tokenize again with data/text.py)" if magic == 20_240_801 else ""
-        raise Refusal(f"{path}: found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION}{hint}")
-    if count <= 0 or size != SHARD_HEADER_BYTES + 2 * count:
-        raise Refusal(f"{path}: header says {count:,} tokens ({SHARD_HEADER_BYTES + 2 * count:,} bytes), "
+        hint = "a header begins with magic, version, number of tokens as int32; raw tokens have none"
+        if magic == WIDE_SHARD_MAGIC:
+            hint = "this is the 32-bit-token format, tokenize again with data/text.py"
+        raise Refusal(f"{path}: found magic/version {magic}/{version}, "
+                      f"expected {SHARD_MAGIC}/{SHARD_VERSION} ({hint})")
+    expected_size = SHARD_HEADER_BYTES + 2 * count
+    if count <= 0 or size != expected_size:
+        raise Refusal(f"{path}: header says {count:,} tokens ({expected_size:,} bytes), "
                       f"found {size:,} bytes, expected as many and at least one token; {again}")
     return count
 
 
+def matching_files(pattern: str, what: str) -> list[str]:
+    """What one pattern means: the file or folder of that very name, else a glob. Of a folder: its shards."""
+    for text in (pattern, pattern.strip(), os.path.expanduser(pattern.strip())):
+        folder, name = os.path.split(text)
+        if os.path.isdir(text):
+            found = glob.glob(os.path.join(glob.escape(text), f"*{what}*.bin"))
+        elif os.path.lexists(text):
+            found = [text]
+        else:                                    # brackets of an existing folder are no pattern
+            found = glob.glob(os.path.join(glob.escape(folder), name)) or glob.glob(text)
+        if found:
+            return found
+    return []
+
+
 def find_shards(patterns: str, what: str) -> list[str]:
-    """Files of comma-separated glob patterns, sorted and without repetition. Raises Refusal when there are none."""
-    names = {os.path.abspath(p) for pattern in patterns.split(",") for p in glob.glob(pattern.strip())}
-    paths = sorted({os.path.realpath(name): name for name in sorted(names, reverse=True)}.values())     # each file once
+    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when there
+    are none. A comma may belong to a name: all texts in one, else the fewest that match, make a pattern."""
+    texts, names = patterns.split(","), set()
+    while texts:
+        for count in (len(texts), *range(1, len(texts))):
+            found = matching_files(",".join(texts[:count]), what)
+            if found:
+                break
+        else:
+            count = 1                            # it matches nothing, whatever follows it
+        names.update(map(os.path.abspath, found))
+        texts = texts[count:]
+    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
+    paths = sorted(first_name_of.values())
     for path in paths:
         if not os.path.isfile(path) or not os.access(path, os.R_OK):
-            raise Refusal(f"{path}: no file that can be read; restore it, or name others with --{what}_files=PATTERN")
+            raise Refusal(f"{path}: no file that can be read; "
+                          f"restore it, or name others with --{what}_files=PATTERN")
     if not paths:
-        raise Refusal(f"no {what} shards match {patterns:.300}: name others with --{what}_files=PATTERN, or make some: "
-                      "python data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
+        looked = ", ".join(os.path.abspath(os.path.expanduser(text.strip())) for text in patterns.split(","))
+        raise Refusal(f"no {what} shards match {patterns:.200} (looked for {looked:.300}; in a folder: "
+                      f"*{what}*.bin): name others with --{what}_files=PATTERN, or make some: python "
+                      "data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
     return paths
 
 
@@ -1465,20 +1507,29 @@ def dataset_card(paths: list[str]) -> dict | None:
     if not os.path.lexists(card):
         return None
     try:
-        found = json.loads(card.read_text(encoding="utf-8") if card.is_file() else "no file")
-        vocab, eod = found["vocab_size"], found["eod_id"]
-        if not (type(vocab) is type(eod) is int and 0 <= eod < vocab <= 65_536):
-            raise ValueError(f"expected 0 <= eod_id < vocab_size <= 65536, found {eod!r:.40} and {vocab!r:.40}")
-        return dict(tokenizer=str(found["tokenizer"]), vocab_size=vocab, eod_id=eod)
+        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"  # -sig: BOM or not
+        found = json.loads(text)
+        vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
+        are_whole = type(vocab_size) is int and type(eod_id) is int
+        if not are_whole or not 0 <= eod_id < vocab_size <= 65_536:
+            raise ValueError("expected 0 <= eod_id < vocab_size <= 65536, "
+                             f"found {eod_id!r:.40} and {vocab_size!r:.40}")
+        return dict(tokenizer=tokenizer and str(tokenizer), vocab_size=vocab_size, eod_id=eod_id)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); make it again with data/text.py") from None
+        raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); "
+                      "make it again with data/text.py") from None
+
+
+def as_int16(token_id: int) -> int:
+    """The int16 with the same 16 bits: torch hardly computes with uint16, so shards are mapped as int16."""
+    return token_id - 65_536 if token_id > 32_767 else token_id
 
 
 class TokenStream:
-    """The tokens of several shards as one sequence, memory-mapped. Reading and indexing, nothing else."""
+    """The tokens of several shards as one memory-mapped sequence: reads them, finds documents, checks ids."""
     def __init__(self, paths: list[str], vocab_size: int):
         self.paths, self.vocab_size = paths, vocab_size
-        self.starts = [0, *itertools.accumulate(map(shard_tokens, paths))]
+        self.starts = [0, *itertools.accumulate(map(shard_tokens, paths))]  # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
         if self.num_tokens < 2:
             raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
@@ -1486,50 +1537,77 @@ class TokenStream:
         self.indexed: dict[tuple[int, int], list[int]] = {}      # a shard is searched once, however many ask
 
     def shard(self, k: int) -> Tensor:
-        """Tokens of shard k as int16 (the bits of uint16)."""
+        """Tokens of shard k as int16 (the bits of uint16). Raises Refusal."""
         if k not in self.maps:
-            words = SHARD_HEADER_BYTES // 2 + self.starts[k + 1] - self.starts[k]
+            header_words = SHARD_HEADER_BYTES // 2
+            words = header_words + self.starts[k + 1] - self.starts[k]
             try:
-                self.maps[k] = torch.from_file(self.paths[k], False, words, dtype=torch.int16)[SHARD_HEADER_BYTES // 2:]
+                whole_file = torch.from_file(self.paths[k], shared=False, size=words, dtype=torch.int16)
             except RuntimeError as error:
                 raise Refusal(f"{self.paths[k]}: can't be read any more ({error})") from None
+            self.maps[k] = whole_file[header_words:]
         return self.maps[k]
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
-        """Copy tokens start..stop-1 into out (int32)."""
-        k, done = bisect.bisect_right(self.starts, start) - 1, 0
+        """Copy tokens start..stop-1 into out (int32), over the borders of shards."""
+        k = bisect.bisect_right(self.starts, start) - 1
+        filled = 0
         while start < stop:
-            upto = min(stop, self.starts[k + 1])
-            out[done:done + upto - start] = self.shard(k)[start - self.starts[k]:upto - self.starts[k]]
-            start, done, k = upto, done + upto - start, k + 1
-        out &= 0xFFFF
+            stop_here = min(stop, self.starts[k + 1])
+            length = stop_here - start
+            offset = start - self.starts[k]
+            out[filled:filled + length] = self.shard(k)[offset:offset + length]
+            start, filled, k = stop_here, filled + length, k + 1
+        out &= 0xFFFF                            # back from int16's negative numbers to ids
 
     def document_starts(self, k: int, eod_id: int) -> list[int]:
-        """Positions of eod_id in shard k, counted from the stream's begin. Raises Refusal on ids out of range."""
+        """Positions in the stream of the marks (eod_id) of shard k. Raises Refusal on ids out of range."""
         if (k, eod_id) in self.indexed:
             return self.indexed[k, eod_id]
         tokens, starts = self.shard(k), []
-        eod, step = eod_id - 65_536 * (eod_id > 32_767), 2 ** 20
-        for a in range(0, len(tokens), step):
-            part = tokens[a:a + step]
-            if self.vocab_size < 65_536 and int((part ^ -32_768).max()) + 32_768 >= self.vocab_size:
-                bad = int((part.int() & 0xFFFF >= self.vocab_size).nonzero()[0])
-                raise Refusal(f"{self.paths[k]}: token {int(part[bad]) & 0xFFFF} at position {a + bad} is outside the "
-                              f"vocabulary of {self.vocab_size}; were these shards made with another tokenizer?")
-            starts += ((part == eod).nonzero().flatten() + (self.starts[k] + a)).tolist()
+        for begin in range(0, len(tokens), SCAN_TOKENS):
+            chunk = tokens[begin:begin + SCAN_TOKENS]
+            sign_flipped = chunk ^ -32_768       # so that int16 has the order that the ids have as uint16
+            largest_id = int(sign_flipped.max()) + 32_768
+            if largest_id >= self.vocab_size:
+                ids = chunk.int() & 0xFFFF
+                at = int((ids >= self.vocab_size).nonzero()[0])
+                raise Refusal(f"{self.paths[k]}: token {ids[at]} at position {begin + at} is outside the "
+                              f"vocabulary of {self.vocab_size}; were these made with another tokenizer?")
+            marks = (chunk == as_int16(eod_id)).nonzero().flatten()
+            starts += (marks + (self.starts[k] + begin)).tolist()
         self.indexed[k, eod_id] = starts
         return starts
 
+    def marks(self, eod_id: int, first_shard: int = 0) -> Iterator[int]:
+        """Positions of the marks from first_shard on; a shard is searched when its first mark is wanted."""
+        for k in range(first_shard, len(self.paths)):
+            yield from self.document_starts(k, eod_id)
+
     def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
-        """A number for the first tokens of each document of shard k that is longer than length."""
+        """int64 [documents]: a hash of the first length tokens after the mark, for each document of shard k
+        that has so many: the sum of all tokens, each times a random odd number that belongs to its place,
+        modulo 2^64. Equal texts have equal hashes, others practically never (Carter and Wegman 1979)."""
+        tokens = self.shard(k)
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
-        starts = starts[starts.diff(append=torch.tensor([len(self.shard(k))])) > length]
-        odd = torch.randint(-2 ** 62, 2 ** 62, (length,), generator=torch.Generator().manual_seed(0)) * 2 + 1
-        return (self.shard(k)[starts[:, None] + 1 + torch.arange(length)] * odd).sum(1)
+        lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
+        starts = starts[lengths >= 1 + length]
+        generator = torch.Generator().manual_seed(0)
+        odd_numbers = torch.randint(-2 ** 62, 2 ** 62, (length,), generator=generator) * 2 + 1
+        texts = tokens[starts[:, None] + 1 + torch.arange(length)]      # [documents, length]
+        return (texts * odd_numbers).sum(1)
+
+
+def need_documents(stream: TokenStream, eod_id: int) -> None:
+    """Raises Refusal when shards without a dataset.json hardly hold a mark: another tokenizer made them."""
+    marks = len(stream.document_starts(0, eod_id))
+    if dataset_card(stream.paths) is None and marks * 10 ** 6 < stream.starts[1]:
+        raise Refusal(f"no end-of-document id {eod_id} in {stream.paths[0]} (or fewer than one in a million "
+                      "tokens); was dataset.json left behind?")
 
 
 class Position(NamedTuple):
-    """Where the data stands between two steps: what is left of a cut document, and where the next one starts."""
+    """Where the data stands between two steps: what is left of a cut document, where the next one begins."""
     epoch: int = 0
     start: int = 0                           # of the piece carried over; start == stop: none
     stop: int = 0
@@ -1538,45 +1616,56 @@ class Position(NamedTuple):
 
 
 class Planner:
-    """Which spans of the stream go into which row, from the stream alone: the same for any number of ranks."""
+    """Which spans of the stream stand in which row, from the stream alone: the same for any number of ranks.
+
+        stream   = document document ..      after its end it goes on from its first mark: another epoch
+        document = the tokens from one mark to the next; clipping to max_doc_tokens drops a longer one's tail
+        row      = piece piece ..            row_tokens in all
+        piece    = a document, or as much of it as its row has room for
+
+    What a row's end cuts off a document is the next row's first piece; self.position carries it there."""
     def __init__(self, stream: TokenStream, eod_id: int, position: Position = Position()):
         self.stream, self.eod_id, self.position = stream, eod_id, position
         self.docs = self.documents(position.epoch, position.next_document)
 
-    def documents(self, epoch: int, pending: int) -> Iterator[tuple[int, int, int]]:
-        """(epoch, start, stop) of each document from position pending on. Later passes begin at an eod_id, if any."""
-        starts, last = self.stream.starts, self.stream.num_tokens - 1      # the last token has no successor
+    def documents(self, epoch: int, begin: int) -> Iterator[tuple[int, int, int]]:
+        """(epoch, start, stop) of each document from position begin on, without end."""
+        last = self.stream.num_tokens - 1        # has no successor, so it is a target and never an input
         while True:
-            for k in range(max(0, bisect.bisect_right(starts, pending) - 1), len(starts) - 1):
-                for start in self.stream.document_starts(k, self.eod_id):
-                    if start > pending:
-                        yield epoch, pending, min(start, last)
-                        pending = start
-            if pending < last:
-                yield epoch, pending, last
-            first = next((a for k in range(len(starts) - 1) for a in self.stream.document_starts(k, self.eod_id)), 0)
-            epoch, pending = epoch + 1, first % last               # else it would go on from the end of this pass
+            first_shard = bisect.bisect_right(self.stream.starts, begin) - 1
+            for mark in self.stream.marks(self.eod_id, first_shard):
+                if mark > begin:
+                    yield epoch, begin, min(mark, last)
+                    begin = mark
+            if begin < last:
+                yield epoch, begin, last
+            first_mark = next(self.stream.marks(self.eod_id), 0)
+            epoch, begin = epoch + 1, first_mark if first_mark < last else 0
+
+    def begin_document(self, max_doc_tokens: int) -> None:
+        """Move on to the next document, clipped to max_doc_tokens (0: not at all)."""
+        epoch, start, end = next(self.docs)
+        stop = min(end, start + max_doc_tokens) if max_doc_tokens else end
+        dropped_tokens = self.position.dropped_tokens + end - stop
+        self.position = Position(epoch, start, stop, end, dropped_tokens)
 
     def rows(self, num_rows: int, row_tokens: int, max_doc_tokens: int = 0) -> list[list[tuple[int, int]]]:
-        """The next rows, each a list of (start, stop) with row_tokens in all: documents in order, each clipped to
-        max_doc_tokens (0: not at all); one that a row's end cuts goes on in the next row."""
+        """The next rows, each a list of spans (start, stop) that hold row_tokens in all."""
         rows = []
         for _ in range(num_rows):
-            row, free = [], row_tokens
+            spans, free = [], row_tokens
             while free:
-                p = self.position
-                if p.start == p.stop:
-                    epoch, start, end = next(self.docs)
-                    stop = min(end, start + max_doc_tokens) if max_doc_tokens else end
-                    p = self.position = Position(epoch, start, stop, end, p.dropped_tokens + end - stop)
-                upto = min(p.stop, p.start + free)
-                if row and row[-1][1] == p.start:
-                    row[-1] = row[-1][0], upto
+                if self.position.start == self.position.stop:
+                    self.begin_document(max_doc_tokens)
+                start = self.position.start
+                stop = min(self.position.stop, start + free)
+                if spans and spans[-1][1] == start:
+                    spans[-1] = spans[-1][0], stop
                 else:
-                    row.append((p.start, upto))
-                free -= upto - p.start
-                self.position = p._replace(start=upto)
-            rows.append(row)
+                    spans.append((start, stop))
+                free -= stop - start
+                self.position = self.position._replace(start=stop)
+            rows.append(spans)
         return rows
 
 
@@ -1588,44 +1677,56 @@ class Batch(NamedTuple):
 
 
 def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, targets: Tensor) -> None:
-    """Inputs are the spans' tokens, targets their true successors in the stream."""
-    at, both = 0, torch.empty(len(inputs) + 1, dtype=torch.int32)
+    """Write the spans' tokens into inputs, and into targets their true successors in the stream."""
+    filled = 0
+    tokens = torch.empty(len(inputs) + 1, dtype=torch.int32)
     for start, stop in spans:
         length = stop - start
-        stream.read(start, stop + 1, both[:length + 1])
-        inputs[at:at + length], targets[at:at + length] = both[:length], both[1:length + 1]
-        at += length
+        stream.read(start, stop + 1, tokens[:length + 1])
+        inputs[filled:filled + length] = tokens[:length]
+        targets[filled:filled + length] = tokens[1:length + 1]
+        filled += length
+
+
+def rows_per_rank(num_rows: int, size: int) -> int:
+    """Rows of a step that each of size ranks gets. Where they don't divide, the last ranks get empty ones."""
+    return -(-num_rows // size)
 
 
 def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
             pinned: bool = False, ahead: int = 32) -> Iterator[Batch]:
-    """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread.
-    Row i of n goes to rank i // (n / size). Errors of the thread are raised here."""
+    """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread, whose
+    errors are raised here. Row i goes to rank i // rows_per_rank. Empty rows are eod_id, with targets -1."""
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
-        mine = rows[rank * num_rows // size:(rank + 1) * num_rows // size]
-        both = torch.empty(2, len(mine), row_tokens, dtype=torch.int32, pin_memory=pinned)
-        for i, spans in enumerate(mine):
-            fill_row(planner.stream, spans, both[0, i], both[1, i])
-        return Batch(both[0], both[1], planner.position)
+        per_rank = rows_per_rank(num_rows, size)
+        own_rows = rows[rank * per_rank:(rank + 1) * per_rank]
+        inputs, targets = torch.empty(2, per_rank, row_tokens, dtype=torch.int32, pin_memory=pinned)
+        for i, spans in enumerate(own_rows):
+            fill_row(planner.stream, spans, inputs[i], targets[i])
+        inputs[len(own_rows):] = planner.eod_id
+        targets[len(own_rows):] = -1
+        return Batch(inputs, targets, planner.position)
     with ThreadPoolExecutor(1) as pool:
-        futures = (pool.submit(prepare, *item) for item in plan)
+        futures = (pool.submit(prepare, num_rows, max_doc_tokens) for num_rows, max_doc_tokens in plan)
         waiting = deque(itertools.islice(futures, ahead + 1))
         while waiting:
             yield waiting.popleft().result()
             waiting.extend(itertools.islice(futures, 1))
 
 
-def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int, eod_id: int,
-                    rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Targets 1..num_targets of the stream, each once, in batches [num_rows, T]; batch i goes to rank i % size.
-    A row begins overlap tokens before its first target that counts; targets there and in what is filled up are -1."""
-    firsts = range(0, num_targets, row_tokens - overlap)
+def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int,
+                    eod_id: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches (inputs, targets), int32 [num_rows, T], that score targets 1..num_targets of the stream, each
+    once. Batch i goes to rank i % size. A row begins overlap tokens before its first input that counts;
+    targets before that, and of what is filled up, are -1."""
+    firsts = range(0, num_targets, row_tokens - overlap)           # of each row, the first input that counts
     for k in range(rank * num_rows, len(firsts), size * num_rows):
-        inputs, targets = torch.full((2, num_rows, row_tokens), eod_id, dtype=torch.int32)
-        targets.fill_(-1)
+        inputs = torch.full((num_rows, row_tokens), eod_id, dtype=torch.int32)
+        targets = torch.full((num_rows, row_tokens), -1, dtype=torch.int32)
         for i, first in enumerate(firsts[k:k + num_rows]):
-            start, stop = max(0, first - overlap), min(first + firsts.step, num_targets)
+            start = max(0, first - overlap)
+            stop = min(first + firsts.step, num_targets)
             fill_row(stream, [(start, stop)], inputs[i, :stop - start], targets[i, :stop - start])
             targets[i, :first - start] = -1
         yield inputs, targets
@@ -1716,9 +1817,32 @@ def ema_rate_at(c: Config, step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
-# The log is the record, written by rank 0. Clock. Checkpoints: files of torch.distributed.checkpoint, facts as JSON.
+# The log is the record; rank 0 writes it, and the console is a copy that may go away. The clock. Checkpoints:
+# files of torch.distributed.checkpoint, facts as JSON beside them. Signals that stop a run. Train lines.
 
-FENCE = "=" * 100
+FENCE = "=" * 100                        # a line of its own, before and after the header
+COMMAND_TIMEOUT_S = 5                    # for nvidia-smi and git, which may hang
+CHECKPOINT_FACTS = ("step", "tokens", "position", "total_ms", "step_ms", "run", "bank_steps", "files")
+METADATA_NAMES = {                       # module: names that the .metadata of plain tensors is made of
+    "torch": ("Size",), "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
+        "StorageMeta", "_MEM_FORMAT_ENCODING")}
+
+def say(text: str, stream=None, end: str = "\n") -> None:
+    """Print text, on standard output unless another stream is named. The console is optional: once it is gone
+    (a closed terminal or pipe, a full disk), what should go there is lost, and nothing else."""
+    stream = stream or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    printable = text.encode(encoding, "backslashreplace").decode(encoding)       # also on an ASCII terminal
+    try:
+        print(printable, end=end, file=stream, flush=True)
+    except (OSError, ValueError):                # ValueError: the stream is closed
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())     # or Python's last flush fails
+
 
 class RunLog:
     """Writes log_dir/<run_id>.txt on rank 0 and mirrors events to the console. A full disk is said once."""
@@ -1729,39 +1853,48 @@ class RunLog:
             try:
                 Path(log_dir).mkdir(parents=True, exist_ok=True)
                 self.path = Path(log_dir) / f"{self.run_id}.txt"
-                self.file = self.path.open("w", encoding="utf-8")
+                self.file = self.path.open("w", encoding="utf-8", newline="\n")
             except OSError as error:
-                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); name another one") from None
+                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); "
+                              "name another one") from None
 
     def write(self, text: str) -> None:
+        """Add text to the log only."""
         if self.file is not None:
             try:
                 self.file.write(text + "\n")
                 self.file.flush()
             except OSError as error:
                 self.file = None
-                print(f"warn: {self.path}: log lost ({error.strerror}); training goes on", file=sys.stderr)
+                say(f"warn: {self.path}: log lost ({error.strerror}); training goes on", sys.stderr)
 
     def header(self, source: str, facts: dict) -> None:
-        """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence."""
+        """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence. Raises Refusal."""
+        lines = [line.rstrip("\r") for line in source.split("\n")]
+        if FENCE in lines:
+            raise Refusal(f"line {lines.index(FENCE) + 1} of this script is {len(FENCE)} times '=', which in "
+                          "a log ends the source; change that line")
         self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
         if smi := run_quietly("nvidia-smi"):
             self.write(smi)
         self.write(FENCE)
 
     def event(self, text: str) -> None:
+        """Add a line to the log, and show it."""
         self.write(text)
         if self.path:
-            with contextlib.suppress(BrokenPipeError):           # train_gpt.py | head
-                print(text, flush=True)
+            say(text)
 
     def close(self) -> None:
         if self.file is not None:
-            self.file.close()
+            with contextlib.suppress(OSError):
+                self.file.close()
+        for stream in (sys.stdout, sys.stderr):  # what others have printed
+            say("", stream, end="")
 
 
 def fingerprint(path: str) -> str:
-    """First 16 hex digits of the sha256 over header, first and last MiB: names a file, for data/verify.py to check."""
+    """16 hex digits of the sha256 over header, first and last MiB: names a file; data/verify.py checks it."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         digest.update(file.read(1024 + 2 ** 20))
@@ -1771,35 +1904,57 @@ def fingerprint(path: str) -> str:
 
 
 def run_quietly(*command: str) -> str:
-    """Standard output of a command, or an empty text when it can't run."""
+    """Standard output of a command; an empty text when it fails, can't run or takes more than 5 s."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        child = subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True,
+                                 errors="replace", start_new_session=True)
+        output, _ = child.communicate(timeout=COMMAND_TIMEOUT_S)
+    except OSError:
         return ""
+    except subprocess.TimeoutExpired:            # not waited for: what hangs in a driver can't be killed
+        os.killpg(child.pid, signal.SIGKILL)
+        say(f"warn: {command[0]}: no answer within {COMMAND_TIMEOUT_S} s; going on without it", sys.stderr)
+        return ""
+    return output.strip() if child.returncode == 0 else ""
+
+
+def git_state(folder: str) -> dict:
+    """A folder's commit and whether tracked files differ from it, as far as git can tell. Writes nothing."""
+    lines = run_quietly("git", "--no-optional-locks", "-C", folder, "status", "--porcelain=v2", "--branch",
+                        "--untracked-files=no").splitlines()
+    if not lines:
+        return dict(commit="unknown", dirty=None)
+    dirty = any(not line.startswith("#") for line in lines)
+    return dict(commit=lines[0].removeprefix("# branch.oid "), dirty=dirty)
 
 
 def process_age_s() -> float:
     """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start_ticks = int(after_name[19])        # proc(5): field 22, starttime, since the machine's start
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return time.process_time()
 
 
 class Clock:
-    """Honest time: starts and pauses with a device synchronisation; steps are timed by events, read one step late."""
+    """Honest time: starts and pauses with a device synchronisation; steps are timed by events, which are read
+    one step late."""
     def __init__(self, device: torch.device):
         self.cuda, self.device = device.type == "cuda", device
-        self.total_ms, self.since, self.last = 0.0, None, None
-        self.step_ms, self.open = [], []                 # finished steps; (event, event) of the others
+        self.total_ms = 0.0                              # up to the last pause
+        self.resumed_at, self.last = None, None          # seconds; the stamp at the end of the last step
+        self.step_ms, self.unread = [], []               # finished steps; (stamp, stamp) of the others
 
     def synchronize(self) -> float:
+        """Wait for the device. -> seconds on this process's clock."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def stamp(self):
+    def stamp(self) -> float | torch.cuda.Event:
+        """This moment: as seconds on a CPU, as an event in a GPU's queue, which no one waits for."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -1807,27 +1962,32 @@ class Clock:
         return event
 
     def resume(self) -> None:
-        self.since, self.last = self.synchronize(), self.stamp()
+        self.resumed_at, self.last = self.synchronize(), self.stamp()
 
     def pause(self) -> None:
         now = self.synchronize()
         self.collect()
-        self.total_ms, self.since = self.total_ms + 1e3 * (now - self.since), None
+        self.total_ms += 1e3 * (now - self.resumed_at)
+        self.resumed_at = None
 
     def step_done(self) -> None:
         before, self.last = self.last, self.stamp()
-        self.open.append((before, self.last))
+        self.unread.append((before, self.last))
 
     def collect(self, keep: int = 0) -> None:
-        """Move finished step times into step_ms, all but the last keep; waits for the device where it must."""
-        while len(self.open) > keep:
-            a, b = self.open.pop(0)
+        """Move the times of finished steps into step_ms, all but the last keep; waits for the device."""
+        while len(self.unread) > keep:
+            begin, end = self.unread.pop(0)
             if self.cuda:
-                b.synchronize()
-            self.step_ms.append(a.elapsed_time(b) if self.cuda else 1e3 * (b - a))
+                end.synchronize()
+                self.step_ms.append(begin.elapsed_time(end))
+            else:
+                self.step_ms.append(1e3 * (end - begin))
 
     def elapsed_ms(self) -> float:
-        return self.total_ms + (1e3 * (time.perf_counter() - self.since) if self.since is not None else 0.0)
+        if self.resumed_at is None:
+            return self.total_ms
+        return self.total_ms + 1e3 * (time.perf_counter() - self.resumed_at)
 
 
 def sha256_of(path: Path) -> str:
@@ -1835,132 +1995,238 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def first_cause(error: BaseException) -> str:
+    """What went wrong, in a line. A CheckpointException has failures = {rank: (exception, traceback)}."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error, _ = next(iter(failures.values()))
+    lines = str(error).splitlines() or [repr(error)]
+    return getattr(error, "strerror", None) or lines[0]
+
+
 class Store:
-    """Writes folder/step_N in the background, named so when whole; keeps two. A failure is said; training goes on."""
+    """Writes folder/step_N in the background, named so when whole; keeps two. A failure is said and training
+    goes on; failed says whether the latest attempt was one."""
     def __init__(self, folder: Path, log: RunLog):
-        self.folder, self.log, self.last, self.pool, self.pending = folder, log, None, ThreadPoolExecutor(1), []
+        self.folder, self.log = folder, log
+        self.last: Path | None = None                    # the newest checkpoint that is whole
+        self.failed = False
+        self.pool, self.writing = ThreadPoolExecutor(1), None
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
-        """Write tensors (on the CPU, no one else's) while training goes on, once the write before has ended."""
+        """Write tensors (on the CPU, no one else's) while training goes on, once the last write has ended."""
         self.finish()
-        if self.last != self.folder / f"step_{step:06d}":      # the target may be met right after a checkpoint
-            self.pending.append(self.pool.submit(self.write, f"step_{step:06d}", tensors, facts))
+        name = f"step_{step:06d}"
+        if self.last != self.folder / name:      # the target may be met right after a checkpoint
+            self.writing = self.pool.submit(self.write, name, tensors, facts)
 
     def finish(self) -> None:
-        while self.pending:
-            self.pending.pop().result()
+        """Wait until what is being written is whole."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
         from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
-        part, whole = self.folder / f"writing_{name}", self.folder / name
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        unfinished, whole = self.folder / f"writing_{name}", self.folder / name
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
         try:
-            save(tensors, storage_writer=FileSystemWriter(part), no_dist=True)
-            body = json.dumps(facts | dict(files={file.name: sha256_of(file) for file in sorted(part.iterdir())}))
-            with (part / "checkpoint.json").open("w", encoding="ascii") as file:
+            save(tensors, storage_writer=FileSystemWriter(unfinished), no_dist=True)
+            digests = {file.name: sha256_of(file) for file in sorted(unfinished.iterdir())}
+            body = json.dumps(facts | dict(files=digests))
+            with (unfinished / "checkpoint.json").open("w", encoding="ascii") as file:
                 file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
                 file.flush()
                 os.fsync(file.fileno())
-            self.last = part.rename(whole)
+            self.last, self.failed = unfinished.rename(whole), False
             for old in sorted(self.folder.glob("step_*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
-        except (Exception, CheckpointException) as error:
-            cause = next(iter(getattr(error, "failures", {0: (error,)}).values()))[0]
-            why = getattr(cause, "strerror", None) or (str(cause).splitlines() or [repr(cause)])[0]
-            self.log.event(f"warn: {whole}: checkpoint not written ({why}); the last good one is {self.last}")
-            shutil.rmtree(part, ignore_errors=True)
+        except (Exception, CheckpointException) as error:        # the latter is no Exception
+            self.failed = True
+            self.log.event(f"warn: {whole}: checkpoint not written ({first_cause(error)}); "
+                           f"the last good one is {self.last}")
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def find_checkpoint(resume: str, folder: str) -> Path:
-    """The folder that --resume names. Raises Refusal when there is none."""
-    found = Path(folder).glob("*/step_*/checkpoint.json") if resume == "latest" else [Path(resume) / "checkpoint.json"]
-    found = sorted((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
-        raise Refusal(f"--resume={resume}: no checkpoint there (a folder step_N with checkpoint.json; in {folder}/*/)")
-    return found[-1].parent
+def need_writable(folder: str) -> None:
+    """Raises Refusal when checkpoints can't be written into the folder, which is made when it is missing."""
+    trial = Path(folder) / f"trial_{uuid.uuid4().hex[:8]}"
+    try:
+        trial.mkdir(parents=True)
+        trial.rmdir()
+    except OSError as error:
+        raise Refusal(f"--checkpoint_dir={folder}: can't be written ({error.strerror}); "
+                      "name another one") from None
+
+
+def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
+    """The folder that --resume names; for latest the newest in folder/*/ that fits: misfit(facts) says why
+    it doesn't, or nothing. Raises Refusal that names what there is."""
+    if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
+        return Path(resume)
+    found = [file for file in Path(folder).glob("*/step_*/checkpoint.json") if file.is_file()]
+    found.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    there = [str(file.parent) for file in found]
+    for number, path in enumerate(there if resume == "latest" else ()):
+        try:
+            reason = misfit(read_facts(path))
+        except Refusal as error:
+            reason = str(error)
+        if not reason:
+            return Path(path)
+        there[number] += f" ({reason})"
+    raise Refusal(f"--resume={resume}: no checkpoint there that fits (a folder step_N with checkpoint.json); "
+                  f"in {folder}/*/: {', '.join(there[:3]) or 'none'}")
+
+
+def read_facts(folder: str | Path) -> dict:
+    """checkpoint.json, whose first line is the sha256 of its rest. Raises Refusal."""
+    place = Path(folder) / "checkpoint.json"
+    try:
+        digest, _, body = place.read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+        facts = json.loads(body)
+        missing = [key for key in CHECKPOINT_FACTS if key not in facts]
+    except OSError as error:
+        raise Refusal(f"{place}: can't be read ({error.strerror})") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Refusal(f"{place}: no facts of a checkpoint ({error!r:.99})") from None
+    if missing:
+        raise Refusal(f"{place}: lacks {', '.join(missing)}; take another checkpoint")
+    return facts
+
+
+def need_bank_steps(folder: str | Path, facts: dict, banks: list[str]) -> None:
+    """Raises Refusal that names the banks whose number of steps the checkpoint does not say."""
+    missing = [bank for bank in banks if type(facts["bank_steps"].get(bank)) is not int]
+    if missing:
+        raise Refusal(f"{folder}: its bank_steps lack {', '.join(missing)}; take another checkpoint")
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads a checkpoint's .metadata. A pickle may call anything; this one gets METADATA_NAMES and dtypes."""
+    def find_class(self, module: str, name: str):
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and name not in METADATA_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"its metadata asks for {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """(facts, tensors by "PARAMETER/KIND"). Raises Refusal that names the file when a byte is wrong."""
-    from torch.distributed.checkpoint import FileSystemReader, load
-    place = Path(folder) / "checkpoint.json"
+    from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
+    facts = read_facts(folder)
+    for name, digest in facts["files"].items():
+        place = Path(folder) / name
+        try:
+            digest_found = sha256_of(place)
+        except OSError as error:
+            raise Refusal(f"{place}: can't be read ({error.strerror})") from None
+        if digest_found != digest:
+            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
     try:
-        digest, _, body = place.read_bytes().partition(b"\n")
-        facts = json.loads(body) if hashlib.sha256(body).hexdigest().encode() == digest else None
-        for name in facts["files"] if facts else [""]:
-            place = Path(folder) / name if facts else place
-            if not facts or sha256_of(place) != facts["files"][name]:
-                raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
-    except OSError as error:
-        raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-    reader = FileSystemReader(folder)
-    found = reader.read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(info.size, dtype=info.properties.dtype) for key, info in found.items()}
-    with warnings.catch_warnings(action="ignore"):         # "no process group": each rank reads for itself
-        load(tensors, storage_reader=reader, no_dist=True)
+        with (Path(folder) / ".metadata").open("rb") as file:
+            metadata = MetadataUnpickler(file).load()
+        tensors = {key: torch.empty(info.size, dtype=info.properties.dtype)
+                   for key, info in metadata.state_dict_metadata.items()}
+        reader = FileSystemReader(folder)
+        reader.read_metadata = lambda *_, **__: metadata   # its own unpickles without a list
+        with warnings.catch_warnings(action="ignore"):     # "no process group": each rank reads for itself
+            load(tensors, storage_reader=reader, no_dist=True)
+    except (Exception, CheckpointException) as error:
+        raise Refusal(f"{folder}: can't be read as a checkpoint ({first_cause(error):.200})") from None
     return facts, tensors
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The list that the first SIGTERM or SIGINT enters; a second one acts as it did before."""
-    seen, before = [], {}
-    def restore(*number_and_frame) -> None:
-        seen.extend(number_and_frame[:1])
-        while before:
-            signal.signal(*before.popitem())
+    """The list that the signals enter which stop a run. After the first, SIGTERM and SIGINT act as before;
+    SIGHUP and SIGUSR1 don't: one cause may send them twice (kernel and shell, SLURM and launcher)."""
+    received: list[int] = []
+    handlers_before = {}
+    def restore(*numbers: int) -> None:
+        for number in handlers_before.keys() & set(numbers):
+            signal.signal(number, handlers_before.pop(number))
+    def on_signal(number: int, frame) -> None:
+        received.append(number)
+        restore(signal.SIGTERM, signal.SIGINT)
     with contextlib.suppress(ValueError):                  # only the main thread may install handlers
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, restore)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            handlers_before[number] = signal.signal(number, on_signal)
+        # nohup has its way, but not in torchrun's ranks (leaders of sessions): it kills them after a SIGHUP
+        if handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid():
+            restore(signal.SIGHUP)
     try:
-        yield seen
+        yield received
     finally:
-        restore()
+        restore(*handlers_before)
 
 
 def need_finite(where: str, values: dict[str, float]) -> None:
-    if bad := [name for name, value in values.items() if not math.isfinite(value)]:
-        raise Failure(f"{where}: not a finite number: {', '.join(bad)}. Lower the learning rates, or look at the data")
+    """Raises Failure that names the values which are no finite numbers."""
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    if bad:
+        raise Failure(f"{where}: not a finite number: {', '.join(bad)}. "
+                      "Lower the learning rates, or look at the data")
+
+
+class StepNumbers(NamedTuple):
+    """What is known of a step before the device has done it, and where its numbers will arrive."""
+    step: int                                # counted from 0
+    tokens: int                              # of all ranks in this step
+    tokens_so_far: int
+    lr: float                                # relative to the rates of the groups
+    stats: Tensor                            # on the CPU: loss, each bank's squared gradient norm, stop
+    arrived: float | torch.cuda.Event        # the clock's stamp after which stats may be read
 
 
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 class Progress:
-    """Train lines from numbers that are copied off the device and read one step late, so that no step waits."""
+    """Train lines from numbers that are copied off the device and read one step late, so that no step waits.
+    A bank is a group of parameters that the optimizer updates as one; banks: their names."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
-        self.config, self.log, self.clock = c, log, clock
-        peak = next((1e12 * t for key, t in PEAK_TFLOPS.items() if key in header["devices"][0]), None)
-        self.flops_per_token = peak and 6 * header["parameters"]["matmul"] / peak / header["world_size"]  # of the peak
-        self.names = ["loss", *(f"gradient of {bank}" for bank in banks)]
-        self.waiting, self.tokens, self.stopping = None, 0, False
+        self.config, self.log, self.clock, self.banks = c, log, clock, banks
+        self.waiting: StepNumbers | None = None
+        self.tokens, self.stopping = 0, False
+        device = header["devices"][0]
+        peaks = [1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in device]      # of one device
+        flops_per_token = 6 * header["parameters"]["matmul"]
+        self.peak_seconds_per_token = flops_per_token / peaks[0] / header["world_size"] if peaks else None
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
-        """Keep this step's stats (loss, squared norms, stop), copied before clock.last; look at the step before."""
+        """Note a step whose stats (StepNumbers) arrive before clock.last; write the line of the last one."""
         self.tokens += tokens
-        self.look((step, tokens, self.tokens, lr, stats, self.clock.last))
+        self.look(StepNumbers(step, tokens, self.tokens, lr, stats, self.clock.last))
 
     def mfu(self, tokens: float, ms: float) -> float | None:
         """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
-        return self.flops_per_token * tokens / ms * 1e3 if self.flops_per_token else None
+        if self.peak_seconds_per_token is None:
+            return None
+        return self.peak_seconds_per_token * tokens / ms * 1e3
 
-    def look(self, new: tuple | None = None) -> None:
-        """Write the line of the step that waits, when it is due. Raises Failure for what is not finite in it."""
+    def look(self, new: StepNumbers | None = None) -> None:
+        """Write the line of the step that waits, if due. Raises Failure for what is not finite in it."""
         item, self.waiting = self.waiting, new
         if item is None:
             return
-        step, tokens, so_far, lr, stats, event = item
         if self.clock.cuda:
-            event.synchronize()
-        need_finite(f"step {step + 1}", dict(zip(self.names, stats.tolist())))
-        self.stopping = bool(stats[-1])
+            item.arrived.synchronize()
+        c, done = self.config, item.step + 1
+        loss, *squared_norms, stop = item.stats.tolist()
+        gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
+        need_finite(f"step {done}", {"loss": loss} | gradients)
+        self.stopping = bool(stop)
         self.clock.collect(keep=1)
-        c, done = self.config, step + 1
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
-            mfu = f"mfu:{self.mfu(tokens, ms):.3f} " if self.flops_per_token else ""
+            mfu = self.mfu(item.tokens, ms)
+            mfu_text = "" if mfu is None else f"mfu:{mfu:.3f} "
             self.log.event(
-                f"step:{done}/{c.num_steps} train_loss:{stats[0]:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
-                f"step_avg:{ms:.2f}ms tokens_per_s:{tokens / ms * 1e3:.0f} {mfu}lr:{lr:.4f} tokens:{so_far}")
+                f"step:{done}/{c.num_steps} train_loss:{loss:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
+                f"step_avg:{ms:.2f}ms tokens_per_s:{item.tokens / ms * 1e3:.0f} {mfu_text}lr:{item.lr:.4f} "
+                f"tokens:{item.tokens_so_far}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2015,7 +2281,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
                       f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} (--nproc_per_node or NPROC)")
     for k in range(len(val_stream.paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
-    train_stream.document_starts(0, c.eod_id)
+    for stream in (train_stream, val_stream):
+        need_documents(stream, c.eod_id)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex)
     if kernels.compile and not world.is_cuda and not find_compiler():
         raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use --compile=off")
@@ -2199,7 +2466,7 @@ def self_check(run: Run, log: RunLog) -> None:
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     """The log's header: everything needed to judge and repeat the run (what fits into memory is found later)."""
-    c, world, git = run.config, run.world, ("git", "-C", str(Path(__file__).parent))
+    c, world = run.config, run.world
     data = {split: dict(tokens=stream.num_tokens, files=[
         dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
         for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])])
@@ -2215,8 +2482,7 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
                       hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads()),
         micro_rows=run.micro_rows, kernels={k: str(v) for k, v in run.kernels._asdict().items()},
         data=data | dict(tokenizer=(dataset_card(run.train_stream.paths) or {}).get("tokenizer")),
-        git=dict(commit=run_quietly(*git, "rev-parse", "HEAD"),
-                 dirty=bool(run_quietly(*git, "status", "--porcelain", "--untracked-files=no"))),
+        git=git_state(str(Path(__file__).parent)) if world.rank == 0 else {},
         parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
@@ -2247,8 +2513,13 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
 
 def load_checkpoint(run: Run, header: dict) -> dict:
     """Take over the checkpoint that --resume names. -> its facts. Raises Refusal, before anything is changed."""
-    path = find_checkpoint(run.config.resume, run.config.checkpoint_dir)
+    settings = identity(header, ())
+    def misfit(facts: dict) -> str:
+        differ = [key for key, value in identity(facts["run"], ()).items() if settings.get(key) != value]
+        return f"{differ[0]} differs" if differ else ""
+    path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
     saved, tensors = read_checkpoint(path)
+    need_bank_steps(path, saved, [bank.group.name for bank in run.optimizer.banks])
     there, here = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
     for key in [*there, *here]:
         if there.get(key) != here.get(key):
@@ -2295,7 +2566,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults), one_rank=True)
     ms, tokens, memory = clock.total_ms, progress.tokens, torch.cuda.max_memory_allocated() // 2 ** 20 or None
     result |= dict(train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3), tokens_trained=tokens,
-                   peak_memory_mib=memory, time_to_first_step_s=started, mfu=progress.mfu(tokens, ms))
+                   peak_memory_mib=memory, time_to_first_step_s=started, mfu=progress.mfu(tokens, ms),
+                   checkpoint_failed=store.failed)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
     if store.last:
         log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")
@@ -2372,7 +2644,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
 
 def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
-        print(help_text())
+        say(help_text())
         return 0
     log = world = None
     try:
@@ -2381,9 +2653,13 @@ def main(argv: list[str]) -> int:
             torch.use_deterministic_algorithms(True)
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all
+        if config.checkpoint_every_steps and world.rank == 0:
+            need_writable(config.checkpoint_dir)
         join_group(world)
         result = train(config, world, log, overrides, argv)
-        return 128 + result["signal"] if result["status"] == "stopped" else 0
+        if result["status"] == "stopped":
+            return 128 + result["signal"]
+        return 1 if result["checkpoint_failed"] else 0
     except torch.OutOfMemoryError as error:
         text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})"
         return report(Failure(text, one_rank=True), world, log)
@@ -2398,7 +2674,7 @@ def main(argv: list[str]) -> int:
 def report(error: RunError, world: World | None, log: RunLog | None) -> int:
     """Say on console and in the log why a run ended. -> exit code. What all ranks say, one a host prints."""
     if world is None or world.local == 0 or error.one_rank:
-        print(f"train_gpt: {error}", file=sys.stderr, flush=True)
+        say(f"train_gpt: {error}", sys.stderr)
     status, exit_code = ("refused", 2) if isinstance(error, Refusal) else ("failed", 1)
     if log is not None:
         log.write("result:" + json.dumps(dict(status=status, reason=str(error))))

@@ -1,7 +1,9 @@
 """Checkpoint and resume: the same run as never having stopped, or a refusal that names what does not fit."""
 import gzip
+import hashlib
 import json
 import math
+import pickle
 import random
 import shutil
 import signal
@@ -9,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from model_helpers import without_launcher
 from run_helpers import byte_run, changed, checkpoints_in, facts_of, losses_of, run_here, start, stop, wait_for
 
 
@@ -89,6 +92,19 @@ def test_latest_finds_the_newest_checkpoint(tg, straight, tmp_path):
     assert tg.find_checkpoint("latest", f"{straight[0]}/checkpoints") == checkpoints_in(straight[0])[-1]
     with pytest.raises(tg.Refusal, match="no checkpoint there"):
         tg.find_checkpoint("latest", str(tmp_path))
+
+
+def test_latest_is_the_newest_that_fits_and_a_refusal_names_what_there_is(tg, straight, tmp_path):
+    folder, (older, newer) = f"{straight[0]}/checkpoints", checkpoints_in(straight[0])
+
+    def only_step_4(facts):
+        return "" if facts["step"] == 4 else "another num_steps"
+    assert tg.find_checkpoint("latest", folder, only_step_4) == older
+    for resume, misfit in (("latest", lambda facts: "too big"), (str(tmp_path), lambda facts: "")):
+        with pytest.raises(tg.Refusal, match="no checkpoint there that fits") as info:
+            tg.find_checkpoint(resume, folder, misfit)
+        assert str(older) in str(info.value) and str(newer) in str(info.value)
+        assert (f"{newer} (too big)" in str(info.value)) == (resume == "latest")
 
 
 def test_a_resumed_run_can_be_profiled(straight, tmp_path):
@@ -220,6 +236,62 @@ def test_random_corruptions_are_refused(tg, straight, tmp_path):
     corruptions(tg, checkpoints_in(straight[0])[-1], tmp_path, 30, 0)
 
 
+class Evil:
+    """Its pickle makes a file when it is read."""
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def sealed(folder, change):
+    """Change a checkpoint's facts and give it right checksums."""
+    facts = facts_of(folder)
+    facts["files"] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in facts["files"]}
+    change(facts)
+    body = json.dumps(facts).encode()
+    (folder / "checkpoint.json").write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+
+@pytest.mark.parametrize("where", ["whole", "inside", "bytes", "no pickle"])
+def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(tg, straight, tmp_path, where):
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+    folder, trap = tmp_path / "step_1", tmp_path / "trap"
+    shutil.copytree(checkpoints_in(straight[0])[0], folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    if where == "inside":
+        metadata.planner_data = Evil(trap)
+    elif where == "bytes":                  # torch would unpickle such an entry of the data file without a list
+        metadata.state_dict_metadata["x"] = BytesStorageMetadata()
+    blob = pickle.dumps(Evil(trap) if where == "whole" else metadata)
+    (folder / ".metadata").write_bytes(b"hello" if where == "no pickle" else blob)
+    sealed(folder, lambda facts: None)
+    with pytest.raises(tg.Refusal, match="can't be read as a checkpoint") as info:
+        tg.read_checkpoint(folder)
+    assert "\n" not in str(info.value) and not trap.exists()
+    assert ("open" in str(info.value)) == (where in ("whole", "inside"))
+
+
+@pytest.mark.parametrize("change, named", [
+    (lambda facts: facts.pop("position"), "lacks position"), (lambda facts: facts.clear(), "lacks step, tokens"),
+    (lambda facts: facts["files"].update(other="0"), "other: can't be read")])
+def test_facts_that_lack_something_are_refused_by_name(tg, straight, tmp_path, change, named):
+    shutil.copytree(checkpoints_in(straight[0])[0], tmp_path / "step_1")
+    sealed(tmp_path / "step_1", change)
+    with pytest.raises(tg.Refusal, match=named):
+        tg.read_checkpoint(tmp_path / "step_1")
+
+
+def test_a_bank_without_its_steps_is_refused_by_name(tg, straight):
+    folder = checkpoints_in(straight[0])[0]
+    facts = tg.read_facts(folder)
+    tg.need_bank_steps(folder, facts, ["head", "embed"])
+    del facts["bank_steps"]["head"]
+    with pytest.raises(tg.Refusal, match="its bank_steps lack head"):
+        tg.need_bank_steps(folder, facts, ["head", "embed"])
+
+
 @pytest.mark.slow
 def test_a_thousand_random_corruptions_are_refused(tg, straight, tmp_path):
     corruptions(tg, checkpoints_in(straight[0])[-1], tmp_path, 1000, 1)
@@ -236,13 +308,43 @@ def test_an_unwritable_checkpoint_folder_is_said_and_training_goes_on(straight, 
     assert len(warnings) == 2 and all("checkpoint not written" in line for line in warnings), lines
 
 
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused(tg, tmp_path):
+    tg.need_writable(str(tmp_path / "a" / "b"))
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for place in (str(tmp_path / "file"), str(tmp_path / "file" / "below"), "/proc/nowhere"):
+        with pytest.raises(tg.Refusal, match="--checkpoint_dir=.*can't be written"):
+            tg.need_writable(place)
+
+
+def test_a_run_that_asks_for_checkpoints_is_refused_where_they_cannot_be_written(tg, monkeypatch, tmp_path, capsys):
+    without_launcher(monkeypatch)
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    assert tg.main(byte_run(tmp_path, "--checkpoint_every_steps=3")) == 2
+    assert "--checkpoint_dir=" in capsys.readouterr().err
+
+
+def test_a_store_knows_whether_its_latest_attempt_failed(tg, tmp_path):
+    import torch
+    log = tg.RunLog(str(tmp_path / "logs"), tg.World())
+    store = tg.Store(tmp_path / "run", log)
+    for step, fails in ((1, True), (2, False), (3, True)):
+        if fails:
+            (tmp_path / "run").mkdir(exist_ok=True)
+            (tmp_path / "run" / f"writing_step_{step:06d}").write_text("in the way")
+        store.save(step, {"a": torch.zeros(2)}, {})
+        store.finish()
+        assert store.failed is fails and (store.last is not None) == (step > 1)
+    log.close()
+
+
 def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path):
     """A limit on the size of files stands for a full disk: writing beyond it fails in the same place."""
     import resource
     argv = byte_run(tmp_path, "--checkpoint_every_steps=2")
     process = start(argv, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)))
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    assert process.returncode == 1, output
     assert output.count("checkpoint not written (") == 3 and "Traceback" not in output, output
     assert not checkpoints_in(tmp_path) and not list(tmp_path.glob("checkpoints/*/*"))
 
@@ -297,6 +399,44 @@ def test_sigterm_writes_a_checkpoint_and_a_later_run_ends_as_if_undisturbed(tmp_
     assert result["step"] == facts_of(checkpoint)["step"]
     resumed = run_here(0, 1, [*argv, "--resume=latest"])
     assert same_weights(resumed[1], run_here(0, 1, argv)[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_hang_up_and_slurms_warning_write_a_checkpoint_too(tmp_path, number):
+    process = start(byte_run(tmp_path, num_steps=250))
+    wait_for(process, "step:20/250 train_loss")
+    process.send_signal(number)                  # a shell that ends sends it twice
+    code, rest, _ = stop(process, number)
+    assert code == 128 + number and len(checkpoints_in(tmp_path)) == 1 and number.name in rest, rest
+
+
+def ignore_hang_up():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_run_under_nohup_goes_on(tmp_path):
+    process = start(byte_run(tmp_path, num_steps=60), preexec_fn=ignore_hang_up)
+    wait_for(process, "step:20/60 train_loss")
+    code, rest, _ = stop(process, signal.SIGHUP)
+    assert code == 0 and '"status": "finished"' in rest, rest
+
+
+def test_a_launcher_that_is_hung_up_under_nohup_gets_a_checkpoint(tmp_path):
+    process = start(byte_run(tmp_path, num_steps=1000), torchrun=["--standalone", "--nproc_per_node=2"],
+                    preexec_fn=ignore_hang_up)
+    wait_for(process, "step:20/1000 train_loss")
+    code, rest, _ = stop(process, signal.SIGHUP)
+    assert code != 0 and len(checkpoints_in(tmp_path)) == 1, rest
+
+
+def test_signals_act_as_before_when_the_run_is_over(tg):
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+    before = [signal.getsignal(number) for number in numbers]
+    with tg.stop_signals() as received:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert received == [signal.SIGUSR1] * 2 and signal.getsignal(signal.SIGTERM) == before[0]
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_a_signal_while_profiling_leaves_checkpoint_and_trace(tmp_path):

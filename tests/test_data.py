@@ -36,6 +36,7 @@ BROKEN = [
     ("LFS", ["134 bytes", "too short to hold a shard header", "looks like the pointer text"]),
     (raw_shard(pat(100, 97, 1), version=2), ["20240520/2", "expected 20240520/1"]),
     (raw_shard(pat(100, 97, 1), magic=7), ["7/1", "expected 20240520/1"]),
+    (pat(2000, 97, 1).tobytes(), ["raw tokens have none"]),
     (raw_shard(pat(100, 97, 1), count=-1), ["header says -1 tokens"]),
     (raw_shard([]), ["header says 0 tokens"]),
     (b"\x28\xb5\x2f\xfd" + bytes(2000), ["expected 20240520/1"]),
@@ -70,6 +71,29 @@ def test_a_shard_that_vanishes_or_shrinks_is_refused_when_it_is_read(tg, tmp_pat
 def test_no_shards_names_pattern_and_command(tg, tmp_path):
     text = refusal(tg, lambda: tg.find_shards(str(tmp_path / "*.bin"), "train"))
     assert str(tmp_path / "*.bin") in text and "python data/cached_fineweb10B.py" in text and "--train_files=" in text
+
+
+@pytest.mark.parametrize("name", ["a,b", "a[1]", "a b", " a", "~a", "a{1}", "a*", "train_1.bin", ","])
+def test_a_folder_may_have_any_name_and_means_its_shards(tg, tmp_path, monkeypatch, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    for file in ("x_train_1.bin", "x_train_2.bin", "x_val_1.bin", "train.txt"):
+        (folder / file).write_bytes(b"")
+    wanted = [str(folder / "x_train_1.bin"), str(folder / "x_train_2.bin")]
+    monkeypatch.chdir(tmp_path)
+    for place in (str(folder), name):
+        for pattern in (place, f"{place}/x_train_*.bin", f"{place}/x_train_1.bin,{place}/x_train_2.bin"):
+            assert tg.find_shards(pattern, "train") == wanted, pattern
+    assert tg.find_shards(str(folder), "val") == [str(folder / "x_val_1.bin")]
+
+
+def test_the_home_folder_is_found_and_a_refusal_says_where_it_looked(tg, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_1.bin").write_bytes(b"")
+    assert tg.find_shards("~/train_*.bin", "train") == [str(tmp_path / "train_1.bin")]
+    assert tg.find_shards("nothing, ~", "train") == [str(tmp_path / "train_1.bin")]
+    assert f"{tmp_path}/x/*.bin, {tmp_path}/y" in refusal(tg, lambda: tg.find_shards("x/*.bin,~/y", "train"))
 
 
 def test_shards_come_sorted_and_once_from_comma_separated_patterns(tg, tmp_path):
@@ -127,6 +151,24 @@ def test_a_dataset_card_is_read_and_none_is_needed(tg, tmp_path):
     assert tg.dataset_card([shard]) is None
     (tmp_path / "dataset.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=257, eod_id=256, more=[1])))
     assert tg.dataset_card([shard]) == dict(tokenizer="bytes", vocab_size=257, eod_id=256)
+    (tmp_path / "dataset.json").write_bytes(b'\xef\xbb\xbf{"vocab_size": 257, "eod_id": 256}')     # by Windows
+    assert tg.dataset_card([shard]) == dict(tokenizer=None, vocab_size=257, eod_id=256)
+
+
+@pytest.mark.parametrize("num_tokens, marks, card, fine", [
+    (100, 0, False, False), (100, 1, False, True), (2_000_001, 2, False, False), (2_000_000, 2, False, True),
+    (100, 0, True, True)])
+def test_shards_without_their_dataset_card_are_not_taken_for_gpt2s(tg, tmp_path, num_tokens, marks, card, fine):
+    tokens = np.full(num_tokens, 65)
+    tokens[:marks] = GPT2_EOD
+    stream = write_stream(tmp_path, tokens)
+    if card:
+        (tmp_path / "dataset.json").write_text(card_text(50_257, GPT2_EOD))
+    if fine:
+        tg.need_documents(stream, GPT2_EOD)
+    else:
+        text = refusal(tg, lambda: tg.need_documents(stream, GPT2_EOD))
+        assert "no end-of-document id 50256" in text and "train_000.bin" in text and "dataset.json" in text
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
@@ -177,6 +219,14 @@ def test_marks_are_found_in_every_shard_and_beyond_the_first_million(tg, tmp_pat
     stream = write_stream(tmp_path, [1, EOD, 2], tokens)
     assert stream.document_starts(0, EOD) == [1]
     assert stream.document_starts(1, EOD) == [3, 3 + 2 ** 20 - 1, 3 + 2 ** 20, 3 + 2 ** 20 + 9]
+
+
+def test_only_documents_with_so_many_tokens_after_their_mark_are_hashed(tg, tmp_path):
+    """A mark and 63 tokens are too short, also as the last of a shard; a mark and 64 are enough."""
+    text = np.arange(64)
+    stream = write_stream(tmp_path, [EOD, *text, EOD, *text[:63]], [7, EOD, *text, 9, EOD, *text[::-1]])
+    first, second = (stream.document_hashes(k, EOD).tolist() for k in (0, 1))
+    assert len(first) == 1 and len(second) == 2 and second[0] == first[0] != second[1]
 
 
 # ---- documents and rows ----------------------------------------------------------------------------------------------
@@ -239,9 +289,9 @@ def test_a_document_cut_by_a_rows_end_continues_in_the_next_row(tg, tmp_path):
     assert tg.Planner(stream, EOD).rows(2, 10, 12) == [[(0, 10)], [(10, 18), (26, 28)]]
 
 
-def documents(tg, stream, count, epoch=0, pending=0, eod=EOD):
+def documents(tg, stream, count, epoch=0, begin=0, eod=EOD):
     """The first documents, (epoch, start, stop) each, from a position on."""
-    return list(itertools.islice(tg.Planner(stream, eod).documents(epoch, pending), count))
+    return list(itertools.islice(tg.Planner(stream, eod).documents(epoch, begin), count))
 
 
 def test_what_stands_before_the_first_mark_is_a_document_of_the_first_pass(tg, tmp_path):
@@ -256,8 +306,8 @@ def test_a_document_runs_on_over_shard_borders(tg, tmp_path):
     tokens = document_tokens([4, 20, 5])
     stream = write_stream(tmp_path, tokens[:8], tokens[8:9], tokens[9:20], tokens[20:])
     assert documents(tg, stream, 3) == [(0, 0, 4), (0, 4, 24), (0, 24, 28)]
-    assert documents(tg, stream, 2, epoch=3, pending=24) == [(3, 24, 28), (4, 0, 4)]
-    assert documents(tg, stream, 1, epoch=3, pending=28) == [(4, 0, 4)]
+    assert documents(tg, stream, 2, epoch=3, begin=24) == [(3, 24, 28), (4, 0, 4)]
+    assert documents(tg, stream, 1, epoch=3, begin=28) == [(4, 0, 4)]
     batch = next(tg.batches(tg.Planner(stream, EOD), [(2, 0)], 12, 0, 1))
     assert batch.inputs.flatten().tolist() == tokens[:24].tolist()
     assert batch.targets.flatten().tolist() == tokens[1:25].tolist()
@@ -328,6 +378,21 @@ def test_ranks_share_the_rows_of_one_in_order(tg, stream, size):
         for field in ("inputs", "targets"):
             assert torch.equal(torch.cat([getattr(r[step], field) for r in ranks]), getattr(batch, field))
         assert all(r[step].position == batch.position for r in ranks)
+
+
+@pytest.mark.parametrize("size", [*range(1, 9), 16])
+def test_any_number_of_ranks_shares_the_rows_of_one(tg, stream, size):
+    """Rows that no rank needs are empty: marks without targets."""
+    ranks = [served(tg, stream, rank, size) for rank in range(size)]
+    for step, batch in enumerate(served(tg, stream, 0, 1)):
+        num_rows = PLAN[step][0]
+        per_rank = tg.rows_per_rank(num_rows, size)
+        assert per_rank * size - size < num_rows <= per_rank * size
+        assert all(rank[step].inputs.shape == rank[step].targets.shape == (per_rank, 16) for rank in ranks)
+        inputs, targets = (torch.cat([getattr(rank[step], field) for rank in ranks]) for field in ("inputs", "targets"))
+        assert torch.equal(inputs[:num_rows], batch.inputs) and torch.equal(targets[:num_rows], batch.targets)
+        assert bool((inputs[num_rows:] == EOD).all()) and bool((targets[num_rows:] == -1).all())
+        assert all(rank[step].position == batch.position for rank in ranks)
 
 
 def test_a_loader_resumed_at_a_batchs_position_goes_on_with_the_next(tg, stream):

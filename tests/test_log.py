@@ -99,6 +99,15 @@ def test_a_script_without_a_newline_at_its_end_still_makes_a_readable_log(tg, tm
     assert hacked.SOURCE == path.read_text() + "\n"
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_source_with_a_line_like_the_fence_is_refused(tg, tmp_path, end):
+    log = tg.RunLog(str(tmp_path), tg.World())
+    with pytest.raises(tg.Refusal, match="line 2 of this script is 100 times '='"):
+        log.header(f"x = 1{end}{tg.FENCE}{end}", FACTS)
+    log.header(f"x = 1\n#{tg.FENCE}\n", FACTS)
+    log.close()
+
+
 def test_two_runs_started_at_once_do_not_clash(tg, tmp_path):
     first, second = (tg.RunLog(str(tmp_path / "a" / "b"), tg.World()) for _ in range(2))
     first.event("first")
@@ -136,6 +145,59 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tg, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == "step:0\nstep:1\nstep:2\n"
     assert err.count("log lost (No space left on device); training goes on") == 1 and err.count("\n") == 1
+
+
+CONSOLES = """
+import sys
+sys.path.insert(0, "tests")
+import rank_helpers
+tg = rank_helpers.load_train_gpt()
+log = tg.RunLog(sys.argv[1], tg.World())
+for step in range(3):
+    log.event(f"step:{step}")
+    tg.say("to stderr", sys.stderr)
+sys.stdout.write("of another library")
+log.close()
+"""
+
+
+def console_case(kind, folder):
+    """-> (exit code, text of the log) of a process whose console is gone, or goes after a few bytes."""
+    import os
+    import resource
+    import subprocess
+    out, limit = None, None
+    if kind == "full":
+        out = os.open("/dev/full", os.O_WRONLY)
+    elif kind == "pipe":
+        read, out = os.pipe()
+        os.close(read)
+    elif kind == "terminal":
+        master, out = os.openpty()
+        os.close(master)
+    elif kind == "file":
+        out = os.open(folder / "console", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(out, b"x" * 100_000)
+        def limit():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    elif kind == "closed":
+        out = os.open(os.devnull, os.O_RDONLY)
+    done = subprocess.run([sys.executable, "-c", CONSOLES, str(folder / "logs")], stdout=out, stderr=out, cwd=ROOT,
+                          preexec_fn=limit)
+    os.close(out)
+    return done.returncode, next((folder / "logs").glob("*.txt")).read_text()
+
+
+@pytest.mark.parametrize("kind", ["full", "pipe", "terminal", "file", "closed"])
+def test_a_console_that_is_gone_costs_nothing_but_what_it_would_have_shown(tmp_path, kind):
+    assert console_case(kind, tmp_path) == (0, "step:0\nstep:1\nstep:2\n")
+
+
+def test_what_a_console_cannot_show_is_escaped(tg):
+    import io
+    console = io.TextIOWrapper(io.BytesIO(), "ascii")
+    tg.say("Universit\u00e4t \udc80", console)
+    assert console.buffer.getvalue() == b"Universit\\xe4t \\udc80\n"
 
 
 def test_every_event_is_on_disk_at_once(tg, tmp_path):
@@ -202,6 +264,17 @@ def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
     assert watch.mfu(1e6, 1e3) == pytest.approx(6 * 1e9 * 1e6 / 989e12)
 
 
+def test_the_step_average_is_that_of_the_steps_since_the_last_line(tg, tmp_path):
+    watch, clock, log = progress(tg, tmp_path)
+    for step in range(21):
+        clock.step_ms.append(step + 1.0)
+        watch.push(step, 64, 1.0, torch.tensor([3.0, 0.1, 0.0]))
+    log.close()
+    lines = [line for line in log.path.read_text().splitlines() if line.startswith("step:")]
+    times = [float(line.split("step_avg:")[1].split("ms")[0]) for line in lines]
+    assert times == [1.5, 6.5, 16.5]        # the clock of this test is one step ahead of the lines
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_named_with_its_step(tg, tmp_path, bad):
     watch, clock, log = progress(tg, tmp_path)
@@ -249,6 +322,36 @@ def test_a_command_that_fails_or_is_missing_gives_an_empty_text(tg):
     assert tg.run_quietly("this-command-does-not-exist") == ""
     assert tg.run_quietly(sys.executable, "-c", "import sys; print(1); sys.exit(3)") == ""
     assert tg.run_quietly(sys.executable, "-c", "print(' 1 ')") == "1"
+
+
+def test_a_command_that_hangs_is_left_after_a_moment(tg, monkeypatch, capsys):
+    """Also what it has started and what holds its output."""
+    monkeypatch.setattr(tg, "COMMAND_TIMEOUT_S", 0.5)
+    began = time.monotonic()
+    assert tg.run_quietly("sh", "-c", "echo 1; sleep 30 & sleep 30") == ""
+    assert time.monotonic() - began < 5
+    assert capsys.readouterr().err == "warn: sh: no answer within 0.5 s; going on without it\n"
+
+
+def test_commands_have_five_seconds(tg):
+    assert tg.COMMAND_TIMEOUT_S <= 5
+
+
+def test_the_state_of_a_git_folder_is_read_without_writing_or_unknown(tg, tmp_path):
+    import subprocess
+    assert tg.git_state(str(tmp_path)) == dict(commit="unknown", dirty=None)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    (tmp_path / "file").write_text("1")             # its time differs: git would like to note that
+    (tmp_path / "other").write_text("untracked")
+    before = (tmp_path / ".git" / "index").read_bytes()
+    assert tg.git_state(str(tmp_path)) == dict(commit=commit, dirty=False)
+    (tmp_path / "file").write_text("2")
+    assert tg.git_state(str(tmp_path)) == dict(commit=commit, dirty=True)
+    assert (tmp_path / ".git" / "index").read_bytes() == before
 
 
 @pytest.mark.parametrize("smi", ["", "GPU 0: NVIDIA H100"])

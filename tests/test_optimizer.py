@@ -118,7 +118,6 @@ def test_adam_decays_only_where_the_step_shrinks_the_weight(tg):
     torch.testing.assert_close(weight, torch.tensor([1.0 - 0.1 - 2 * 0.01, -1.0 - 0.1, 2.0 + 0.1]))
 
 
-@pytest.mark.xfail(reason="the norm of denormal momenta underflows in orthogonalize", strict=False)
 def test_a_layer_whose_gradient_stops_early_stays_finite(tg):
     """For 2,000 steps its momentum decays, through denormal numbers, to the smallest there are or to zero."""
     p = nn.Parameter(normal(2, 8, 4))
