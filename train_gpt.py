@@ -1558,11 +1558,13 @@ class Progress:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 9. Training
-# Build, warm up, train, evaluate; then the guards. The timed region stands between clock.resume() and clock.pause().
+# Build, warm up, train, evaluate; then the guards. The timed region stands between clock.resume() and
+# clock.pause().
 
 @dataclass
 class Run:
-    """All that a run holds. train_stream and val_stream are memory-mapped; position is where the data stands."""
+    """All that a run holds. train_stream and val_stream are memory-mapped; position is where the data
+    stands."""
     config: Config
     world: World
     kernels: Kernels
@@ -1577,16 +1579,20 @@ class Run:
 def build(c: Config, world: World, overrides: dict) -> Run:
     """Check everything that can be checked cheaply, then make model and optimizer. Raises Refusal."""
     c, train_stream, val_stream = open_data(c, overrides)
-    row_counts = {rows_at(c, step) for step in range(c.num_steps + 1)}       # validation has the last stage's shape
+    # validation has the last stage's shape
+    row_counts = {rows_at(c, step) for step in range(c.num_steps + 1)}
     divisor = math.gcd(*row_counts)
     if divisor % world.size != 0:
         legal = ", ".join(str(n) for n in range(1, divisor + 1) if divisor % n == 0)
-        raise Refusal(f"{world.size} processes can't share {sorted(row_counts)} rows (batch_tokens / row_tokens ="
-                      f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} (--nproc_per_node or NPROC)")
+        raise Refusal(f"{world.size} processes can't share {sorted(row_counts)} rows "
+                      "(batch_tokens / row_tokens ="
+                      f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} "
+                      "(--nproc_per_node or NPROC)")
     budget(c, train_stream)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex)
     if kernels.compile and not world.is_cuda and not find_compiler():
-        raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use --compile=off")
+        raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use "
+                      "--compile=off")
     check_memory(c, world, kernels)
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(c.seed)
@@ -1598,8 +1604,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
 
 
 def train_view(run: Run, step: int) -> View:
-    """What the step asks of the model, for this rank's first rows.
-    Rows are numbered over all steps and ranks; the spare number keeps steps apart that round their rows up."""
+    """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps and
+    ranks; the spare number keeps steps apart that round their rows up."""
     c, world = run.config, run.world
     rows_per_step = c.batch_tokens // c.row_tokens + 1
     first_row = step * rows_per_step + world.rank * rows_at(c, step) // world.size
@@ -1613,10 +1619,12 @@ def rows_at_once(run: Run, step: int) -> int:
 
 
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
-    """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all ranks' stop."""
+    """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all
+    ranks' stop."""
     c, world = run.config, run.world
     view, rows = train_view(run, step), rows_at_once(run, step)
-    step_tokens = rows_at(c, step) * c.row_tokens                # of all ranks, so that parts add up to the mean
+    # of all ranks, so that parts add up to the mean
+    step_tokens = rows_at(c, step) * c.row_tokens
     loss = torch.zeros((), device=world.device)
     for inputs, targets in zip(batch.inputs.split(rows), batch.targets.split(rows)):
         inputs = inputs.to(world.device, non_blocking=True)
@@ -1633,9 +1641,11 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
 
 
 def evaluate(run: Run) -> float:
-    """Mean loss over the val_tokens targets, on all ranks. Shapes and graphs are those of the last stage."""
+    """Mean loss over the val_tokens targets, on all ranks. Shapes and graphs are those of the last
+    stage."""
     c, world = run.config, run.world
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)            # sum of losses, number of targets
+    # sum of losses, number of targets
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
                                            rows_at_once(run, c.num_steps), c.eod_id, world.rank, world.size):
         inputs, targets = inputs.to(world.device), targets.to(world.device)
@@ -1653,8 +1663,10 @@ def warmup(run: Run, log: RunLog) -> None:
     fit_memory(run, log)
     last_step_of_shape = {(rows_at(c, step), candidates_at(c, step)): step for step in range(c.num_steps)}
     for (num_rows, _), step in last_step_of_shape.items():
-        tokens = torch.arange(num_rows // world.size * c.row_tokens).view(-1, c.row_tokens).int() % c.vocab_size
-        for _ in range(2):                         # the first step compiles; the second shows that nothing is left to
+        num_tokens = num_rows // world.size * c.row_tokens
+        tokens = (torch.arange(num_tokens).int() % c.vocab_size).view(-1, c.row_tokens)
+        # the first step compiles; the second shows that nothing is left to
+        for _ in range(2):
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
             log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
@@ -1673,7 +1685,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     saved = load_checkpoint(run, header) if c.resume else None
     log.header(SOURCE, header)
     log.event("note: " + budget(c, run.train_stream))
-    log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, {run.kernels}")
+    num_parameters = header["parameters"]["total"]
+    log.event(f"note: {world.size} x {world.device.type}, {num_parameters:,} parameters, {run.kernels}")
     if saved:
         same_source = saved["run"]["source_sha256"] == header["source_sha256"]
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
@@ -1694,8 +1707,10 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         try:
             result = loop(run, progress, store, signals, profiling, header, saved["step"] if saved else 0)
         finally:
-            store.finish()                               # whatever happened: the last good checkpoint is whole
-    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
+            # whatever happened: the last good checkpoint is whole
+            store.finish()
+    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by "
+              "clipping")
     need_finite(f"step {result['step']}", {f"the weights of {bank.group.name}": finite_sum(bank.weight)
                                            for bank in banks})
     faults = unequal_ranks(run) if c.self_check == "on" else []
@@ -1703,7 +1718,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults))
     ms = clock.total_ms
     result |= dict(
-        train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3), tokens_trained=progress.tokens,
+        train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3),
+        tokens_trained=progress.tokens,
         peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
         time_to_first_step_s=time_to_first_step_s, mfu=progress.mfu(progress.tokens, ms))
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
@@ -1716,10 +1732,11 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
 PACE_STEPS = 20                    # after so many steps the log predicts the time that the training takes
 PROFILE_AFTER_STEPS = 5            # the first steps are not typical: caches are cold
 
-def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiling: contextlib.ExitStack, header: dict,
-         first: int) -> dict:
-    """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last validation.
-    profiling holds the profiler while it runs: whoever closes it, also because the run ends, writes the trace."""
+def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiling: contextlib.ExitStack,
+         header: dict, first: int) -> dict:
+    """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last
+    validation. profiling holds the profiler while it runs: whoever closes it, also because the run ends,
+    writes the trace."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
     plan = [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
     planner = Planner(run.train_stream, c.eod_id, run.position)
@@ -1740,7 +1757,8 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
             result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
             need_finite(f"step {step}", {"the validation loss": loss})
             if c.target_loss and loss <= c.target_loss and not is_last:
-                result |= dict(status="target_reached", reason=f"validation loss {loss:.4f} <= {c.target_loss}")
+                reason = f"validation loss {loss:.4f} <= {c.target_loss}"
+                result |= dict(status="target_reached", reason=reason)
                 is_last = True
             if is_last:
                 if c.checkpoint_every_steps:
@@ -1761,10 +1779,12 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
         if step == first + PACE_STEPS < c.num_steps - PACE_STEPS:
             tokens_to_go = sum(rows for rows, _ in plan[PACE_STEPS + 1:]) * c.row_tokens
             ms_to_go = clock.elapsed_ms() / progress.tokens * tokens_to_go
-            log.event(f"note: at this pace the training takes about {(clock.elapsed_ms() + ms_to_go) / 1e3:.0f} s")
+            seconds = (clock.elapsed_ms() + ms_to_go) / 1e3
+            log.event(f"note: at this pace the training takes about {seconds:.0f} s")
         if is_profiled and step == profile_last:
             profiling.close()
-        if progress.stopping:                             # of the step before, so all ranks stop after the same step
+        # of the step before, so all ranks stop after the same step
+        if progress.stopping:
             clock.pause()
             result |= save_and_stop(run, progress, store, signals, header, step + 1)
             break
@@ -1774,21 +1794,23 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
     return result
 
 
-def save_and_stop(run: Run, progress: Progress, store: Store, signals: list[int], header: dict, step: int) -> dict:
+def save_and_stop(run: Run, progress: Progress, store: Store, signals: list[int], header: dict,
+                  step: int) -> dict:
     """A signal came, to this rank or another: save a checkpoint. -> what the result then says."""
     began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
     save_checkpoint(run, store, step, progress, header)
     store.finish()
     if run.world.size > 1:
-        dist.barrier()                                    # a launcher kills the others soon after the first has left
+        # a launcher kills the others soon after the first has left
+        dist.barrier()
     advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
     reason = f"{signal.Signals(number).name}; {advice}"
     progress.log.event(f"note: {reason} (checkpoint took {time.perf_counter() - began:.2f} s)")
     return dict(status="stopped", step=step, val_loss=None, signal=number, reason=reason)
 
 
-# What follows only guards and keeps: data, memory, self-check, header, checkpoints, the compiler's helper. A reader who
-# wants to change what is trained, or how, needs none of it.
+# What follows only guards and keeps: data, memory, self-check, header, checkpoints, the compiler's helper.
+# A reader who wants to change what is trained, or how, needs none of it.
 
 def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStream]:
     """-> config with what the data says, training stream, validation stream. Raises Refusal."""
@@ -1806,13 +1828,15 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
 
 
 def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) -> Config:
-    """Vocabulary and end-of-document id as the shards' dataset.json says. Raises Refusal on any contradiction."""
+    """Vocabulary and end-of-document id as the shards' dataset.json says. Raises Refusal on any
+    contradiction."""
     cards = [card for card in map(dataset_card, (train, val)) if card]
     if cards and cards[0] != cards[-1]:
         raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
     same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
     if same:
-        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean nothing")
+        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean "
+                      "nothing")
     given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
     for key, value in given.items():
         if overrides.get(key, value) != value:
@@ -1832,23 +1856,26 @@ def budget(c: Config, stream: TokenStream) -> str:
     kept_fraction = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths) for clip in clips}
     needed = sum(rows_at(c, step) * c.row_tokens / kept_fraction[stage_at(c, step).max_doc_tokens]
                  for step in range(c.num_steps))
-    text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {available:,} are there"
+    text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), " \
+           f"{available:,} are there"
     epochs = needed / available
     if epochs > c.max_epochs:
         shard_tokens = 100e6
         more = math.ceil((needed - available * c.max_epochs) / c.max_epochs / shard_tokens)
-        raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of 100M tokens "
-                      f"(python data/cached_fineweb10B.py) or allow repetition with --max_epochs={math.ceil(epochs)}")
+        raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of "
+                      "100M tokens (python data/cached_fineweb10B.py) or allow repetition with "
+                      f"--max_epochs={math.ceil(epochs)}")
     verdict = "enough" if epochs <= 1 else f"wraps, {epochs:.2f} epochs"
     return f"{text}: {verdict}"
 
 
-SMALL_MODEL = 10 ** 8              # numbers in its largest part: not counted, as counting costs a CPU run a second
+# numbers in its largest part: not counted, as counting costs a CPU run a second
+SMALL_MODEL = 10 ** 8
 
 def check_memory(c: Config, world: World, kernels: Kernels) -> None:
     """Raises Refusal when model and optimizer certainly don't fit, before a byte of them is allocated.
-    Parameters are counted on the meta device. Each takes its weight, its gradient and, shared by the ranks, 8 bytes of
-    averages; a row of the table its weights and 8 bytes. Activations come on top."""
+    Parameters are counted on the meta device. Each takes its weight, its gradient and, shared by the ranks,
+    8 bytes of averages; a row of the table its weights and 8 bytes. Activations come on top."""
     largest = max(len(c.table_orders) * c.table_rows, (2 + len(c.value_layers)) * c.vocab_size,
                   c.num_layers * c.mlp_dim)
     if c.model_dim * largest < SMALL_MODEL:
@@ -1861,12 +1888,13 @@ def check_memory(c: Config, world: World, kernels: Kernels) -> None:
     free = free_bytes(world)
     if needed > free:
         count = table.numel() + sum(p.numel() for p in dense)
-        raise Refusal(f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on each rank, "
-                      f"{free / 1e9:.1f} are free; use a smaller --table_rows, --model_dim or --num_layers")
+        raise Refusal(f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on each "
+                      f"rank, {free / 1e9:.1f} are free; use a smaller --table_rows, --model_dim or --num_layers")
 
 
 def free_bytes(world: World) -> float:
-    """What this rank may still allocate: on its GPU, else in main memory. Infinite where the system doesn't say."""
+    """What this rank may still allocate: on its GPU, else in main memory. Infinite where the system doesn't
+    say."""
     if world.is_cuda:
         return torch.cuda.mem_get_info()[0]
     free = math.inf
@@ -1881,7 +1909,8 @@ def free_bytes(world: World) -> float:
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
-    """Forward and backward of the largest micro-batch. Out of memory: fewer rows at once (auto), or a Failure."""
+    """Forward and backward of the largest micro-batch. Out of memory: fewer rows at once (auto), or a
+    Failure."""
     c = run.config
     step = max(range(c.num_steps, -1, -1), key=lambda step: rows_at_once(run, step))
     rows_of_rank = rows_at(c, step) // run.world.size
@@ -1904,7 +1933,8 @@ def fits(run: Run, step: int) -> bool:
     out_of_memory = torch.zeros((), device=device)
     tokens = torch.zeros((rows_at_once(run, step), run.config.row_tokens), dtype=torch.int32, device=device)
     try:
-        run.model(tokens, tokens.clone(), train_view(run, step)).backward()    # one tensor twice would be another graph
+        # one tensor twice would be another graph
+        run.model(tokens, tokens.clone(), train_view(run, step)).backward()
     except torch.OutOfMemoryError:
         out_of_memory += 1
     for bank in run.optimizer.banks:
@@ -1912,7 +1942,8 @@ def fits(run: Run, step: int) -> bool:
     return not run.world.reduced(out_of_memory)
 
 
-SELF_CHECK_TOLERANCE = 1e-6        # relative: what can't be seen takes no part in a sum, so numerics leave no trace
+# relative: what can't be seen takes no part in a sum, so numerics leave no trace
+SELF_CHECK_TOLERANCE = 1e-6
 SHORT_DOCUMENT = 13                # tokens; odd, so that all alignments to groups of 2^n tokens are met
 
 class Case(NamedTuple):
@@ -1923,10 +1954,12 @@ class Case(NamedTuple):
     must_move: bool                # this sum has to move; else it may not
 
 
-def probe_cases(num_tokens: int, block: int, offset: int, generator: torch.Generator) -> tuple[Tensor, list[Case]]:
-    """-> where documents start [num_tokens], and the cases. Each document has a cut: a position before which nothing
-    may be seen of what stands from there on. The first half of the tokens goes to short documents, with cuts at all
-    alignments; a quarter to documents of several blocks; the rest to one that spans many."""
+def probe_cases(num_tokens: int, block: int, offset: int,
+                generator: torch.Generator) -> tuple[Tensor, list[Case]]:
+    """-> where documents start [num_tokens], and the cases. Each document has a cut: a position before
+    which nothing may be seen of what stands from there on. The first half of the tokens goes to short
+    documents, with cuts at all alignments; a quarter to documents of several blocks; the rest to one that
+    spans many."""
     blocks = 5 * block // 2 + 1
     gaps = [SHORT_DOCUMENT] * (num_tokens // 2 // SHORT_DOCUMENT) + [blocks] * (num_tokens // 4 // blocks)
     gaps = torch.tensor([*gaps, num_tokens // 8], device=generator.device)             # between cuts
@@ -1942,8 +1975,8 @@ def probe_cases(num_tokens: int, block: int, offset: int, generator: torch.Gener
 
 
 def open_all_paths(run: Run, batches_of_tokens: list[Tensor], generator: torch.Generator) -> list[tuple]:
-    """Makes all parameters random and of order one, of the table the rows that the model looks up for these tokens.
-    -> (weight, place in it, what stood there) of all that was changed."""
+    """Makes all parameters random and of order one, of the table the rows that the model looks up for these
+    tokens. -> (weight, place in it, what stood there) of all that was changed."""
     model, table, eod_id = run.model, run.model.ngrams, run.config.eod_id
     def random(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
@@ -1964,11 +1997,12 @@ def open_all_paths(run: Run, batches_of_tokens: list[Tensor], generator: torch.G
 
 
 def probe(run: Run) -> list[str]:
-    """What is wrong with the validation pass (compiled as it will be): predictions move that may not, or none does.
-    No path can be missed, because none is looked for. Whatever way leads from a changed token to a prediction, the
-    prediction moves, unless something on that way is zero or saturated: so all parameters are made random and of order
-    one, whichever the model has. Ids are drawn as text has them, a few often and many seldom, so that both copies and
-    the softmax decide losses. The last case shows that the eye is open. Weights are restored."""
+    """What is wrong with the validation pass (compiled as it will be): predictions move that may not, or
+    none does. No path can be missed, because none is looked for. Whatever way leads from a changed token to
+    a prediction, the prediction moves, unless something on that way is zero or saturated: so all parameters
+    are made random and of order one, whichever the model has. Ids are drawn as text has them, a few often
+    and many seldom, so that both copies and the softmax decide losses. The last case shows that the eye is
+    open. Weights are restored."""
     c, device = run.config, run.world.device
     num_rows = rows_at_once(run, c.num_steps)
     num_tokens = num_rows * c.row_tokens
@@ -1979,9 +2013,11 @@ def probe(run: Run) -> list[str]:
         return []                                        # no token can be changed into another
     faults = {}
     rounds = min(SHORT_DOCUMENT, math.ceil(4 * SHORT_DOCUMENT * c.block_tokens / num_tokens))
-    for offset in range(rounds):                         # several where a micro-batch has too few short documents
+    # several where a micro-batch has too few short documents
+    for offset in range(rounds):
         is_start, cases = probe_cases(num_tokens, c.block_tokens, offset, generator)
-        index = (len(ids) ** torch.rand(num_tokens, generator=generator, device=device)).long() - 1        # Zipf's law
+        # Zipf's law
+        index = (len(ids) ** torch.rand(num_tokens, generator=generator, device=device)).long() - 1
         other = index + torch.randint(1, len(ids), (num_tokens,), generator=generator, device=device)
         base, other = (ids[which % len(ids)].masked_fill(is_start, c.eod_id) for which in (index, other))
         changed = [torch.where(case.changed, other, base) for case in cases]
@@ -2000,7 +2036,8 @@ def probe(run: Run) -> list[str]:
 
 
 def unequal_ranks(run: Run) -> list[str]:
-    """Banks whose weights differ between the ranks. Bits are summed as integers, which takes no copy of a table."""
+    """Banks whose weights differ between the ranks. Bits are summed as integers, which takes no copy of a
+    table."""
     sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])
     highest, minus_lowest = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX).tolist()
     return [f"the ranks hold different weights in {bank.group.name}"
@@ -2019,12 +2056,14 @@ def self_check(run: Run, log: RunLog) -> None:
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
     if faults:
         raise Failure(f"rank {run.world.rank}: self-check: " + "; ".join(faults))
-    log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, ranks "
-              f"equal, {known} of {len(held_out)} validation documents begin like one of the first training shard")
+    log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, "
+              f"ranks equal, {known} of {len(held_out)} validation documents begin like one of the first "
+              "training shard")
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
-    """The log's header: everything needed to judge and repeat the run (what fits into memory is found later)."""
+    """The log's header: everything needed to judge and repeat the run (what fits into memory is found
+    later)."""
     c, world = run.config, run.world
     def files_of(stream: TokenStream) -> dict:
         files = [dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=stop - start,
@@ -2032,19 +2071,24 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
                  for path, start, stop in zip(stream.paths, stream.starts, stream.starts[1:])]
         return dict(tokens=stream.num_tokens, files=files)
     card = dataset_card(run.train_stream.paths) or {}
-    device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.processor() or platform.machine()
+    processor = platform.processor() or platform.machine()
+    device = torch.cuda.get_device_name(world.device) if world.is_cuda else processor
     groups = [bank.group for bank in run.optimizer.banks]
     sizes = {group.name: sum(p.numel() for p in group.params.values()) for group in groups}
     matmul = sum(sizes[group.name] for group in groups if group.kind == "muon" or group.name == "head")
     stages = dict.fromkeys(stage_at(c, step) for step in range(c.num_steps))
     return dict(
-        name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"), seed=c.seed,
-        config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages], overrides=overrides, argv=argv,
+        name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        seed=c.seed,
+        config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages], overrides=overrides,
+        argv=argv,
         devices=[device] * world.size, world_size=world.size, resumed_from=None,
         source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), versions=software_versions(world),
         micro_rows=run.micro_rows, kernels={key: str(value) for key, value in run.kernels._asdict().items()},
-        data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream), tokenizer=card.get("tokenizer")),
-        git=git_state() if world.rank == 0 else {}, parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
+        data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream),
+                  tokenizer=card.get("tokenizer")),
+        git=git_state() if world.rank == 0 else {},
+        parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
 def software_versions(world: World) -> dict:
@@ -2059,17 +2103,20 @@ def software_versions(world: World) -> dict:
 
 
 def git_state() -> dict:
-    """Commit, and whether tracked files differ from it; "unknown" where git says nothing. Writes nothing into .git."""
-    described = run_quietly("git", "-C", str(Path(__file__).parent), "--no-optional-locks", "describe", "--always",
-                            "--abbrev=40", "--exclude=*", "--dirty")
-    if not described:
+    """Commit, and whether tracked files differ from it; "unknown" where git says nothing. Writes nothing
+    into .git."""
+    state = run_quietly("git", "-C", str(Path(__file__).parent), "--no-optional-locks", "status", "--porcelain=v2",
+                        "--branch", "--untracked-files=no").splitlines()
+    commits = [line.split()[-1] for line in state if line.startswith("# branch.oid ")]
+    if not commits:
         return dict(commit="unknown", dirty="unknown")
-    return dict(commit=described.removesuffix("-dirty"), dirty=described.endswith("-dirty"))
+    return dict(commit=commits[0], dirty=any(not line.startswith("#") for line in state))
 
 
 def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
     """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
-    same = {f"setting {key}": value for key, value in header["config"].items() if key not in RESUME_MAY_CHANGE}
+    settings = {key: value for key, value in header["config"].items() if key not in RESUME_MAY_CHANGE}
+    same = {f"setting {key}": value for key, value in settings.items()}
     same |= {f"stage {number}": stage for number, stage in enumerate(header.get("stages", []), 1)}
     for split in ("train", "val"):
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
@@ -2084,7 +2131,8 @@ def finite_sum(t: Tensor) -> float:
 
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
-    """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
+    """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not
+    finite."""
     progress.clock.collect()
     progress.look()
     tensors = {}
@@ -2094,13 +2142,14 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
             tensors[key] = t.to("cpu", copy=True)
     if run.world.rank == 0:
         store.save(step, tensors, dict(
-            format=1, step=step, tokens=progress.tokens, position=run.position, total_ms=progress.clock.elapsed_ms(),
-            step_ms=list(progress.clock.step_ms), run=header,
+            format=1, step=step, tokens=progress.tokens, position=run.position, run=header,
+            total_ms=progress.clock.elapsed_ms(), step_ms=list(progress.clock.step_ms),
             bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
 
 
 def load_checkpoint(run: Run, header: dict) -> dict:
-    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal, before anything is changed."""
+    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal, before anything is
+    changed."""
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir)
     saved, tensors = read_checkpoint(path)
     then, now = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
@@ -2113,35 +2162,39 @@ def load_checkpoint(run: Run, header: dict) -> dict:
     return saved
 
 
-COMPILER_BYTES_PER_ROW = 24 * 2 ** 30          # measured: training with a row at once, and the helper beside it
-COMPILE_BESIDE = "compile-beside"              # the word behind the file's name that makes a process such a helper
+# measured: training with a row at once, and the helper beside it
+COMPILER_BYTES_PER_ROW = 24 * 2 ** 30
+# the word behind the file's name that makes a process such a helper
+COMPILE_BESIDE = "compile-beside"
 
 def may_compile_beside(run: Run) -> bool:
     """Whether a second process shall compile what follows the blocks while this one compiles the blocks.
-    One on each host does, as they share a cache on disk. Not in a deterministic run, whose graphs are others. The
-    helper holds a model of its own on the same GPU, so there must be memory for both; a run whose micro_rows are still
-    to be found out (0) does without, as the helper would take the memory that is being measured."""
+    One on each host does, as they share a cache on disk. Not in a deterministic run, whose graphs are
+    others. The helper holds a model of its own on the same GPU, so there must be memory for both; a run
+    whose micro_rows are still to be found out (0) does without, as the helper would take the memory that is
+    being measured."""
     needed = COMPILER_BYTES_PER_ROW * run.config.micro_rows
     is_wanted = run.kernels.compile and run.world.local == 0 and run.config.deterministic == "off"
     return is_wanted and needed > 0 and torch.cuda.mem_get_info()[0] > needed
 
 
 def compiler_beside(argv: list[str]) -> subprocess.Popen:
-    """Start this very file as the helper. As a context: leaving it closes the helper's input, which ends it."""
+    """Start this very file as the helper. As a context: leaving it closes the helper's input, which ends
+    it."""
     command = [sys.executable, os.path.abspath(__file__), COMPILE_BESIDE, *argv]
     return subprocess.Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
 
 
 def exit_when_input_closes() -> None:
-    """Ends this process, whatever it is doing, once nobody holds its standard input: the warm-up that started it is
-    over, or the trainer is dead, be it by SIGKILL."""
+    """Ends this process, whatever it is doing, once nobody holds its standard input: the warm-up that
+    started it is over, or the trainer is dead, be it by SIGKILL."""
     os.read(sys.stdin.fileno(), 1)       # sys.stdin.read() would hold a lock that Python needs when it ends
     os._exit(0)
 
 
 def compile_beside(argv: list[str]) -> int:
-    """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the compiler's
-    cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
+    """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the
+    compiler's cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
     threading.Thread(target=exit_when_input_closes, daemon=True).start()
     config, overrides = parse_config(argv)
     small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows

@@ -419,7 +419,7 @@ def test_a_failing_self_check_ends_the_run(tg, tmp_path, monkeypatch, capsys):
 def test_the_header_names_versions_stages_and_commit(tg, tmp_path, monkeypatch):
     run, _ = built(tg, byte_run(tmp_path))
     asked = []
-    monkeypatch.setattr(tg, "run_quietly", lambda *command: asked.append(command) or "0123abc-dirty")
+    monkeypatch.setattr(tg, "run_quietly", lambda *command: asked.append(command) or "# branch.oid 0123abc\n1 .M x")
     header = tg.facts(run, {}, [])
     assert set(header["versions"]) >= {"torch", "triton", "nccl", "cuda"}
     assert header["git"] == dict(commit="0123abc", dirty=True) and "--no-optional-locks" in asked[0]
@@ -457,8 +457,13 @@ def test_git_tells_a_clean_folder_from_a_changed_one_without_writing(tg, tmp_pat
 def test_a_resumed_run_keeps_its_stages(tg, tmp_path, monkeypatch):
     argv = byte_run(tmp_path, "--checkpoint_every_steps=3", "--self_check=off")
     run_here(0, 1, argv)
-    real = tg.stage_at
-    monkeypatch.setattr(tg, "stage_at", lambda c, step: real(c, step)._replace(window=2))
+    facts = tg.facts
+
+    def of_another_table(*args):
+        header = facts(*args)
+        header["stages"][0]["window"] += 1
+        return header
+    monkeypatch.setattr(tg, "facts", of_another_table)
     with pytest.raises(tg.Refusal, match="stage 1 differs: .*window.* in the checkpoint"):
         run_here(0, 1, [*argv, "--resume=latest"])
 
