@@ -1923,7 +1923,7 @@ def git_state(folder: str) -> dict:
     lines = run_quietly("git", "--no-optional-locks", "-C", folder, "status", "--porcelain=v2", "--branch",
                         "--untracked-files=no").splitlines()
     if not lines:
-        return dict(commit="unknown", dirty=None)
+        return dict(commit="unknown", dirty="unknown")
     dirty = any(not line.startswith("#") for line in lines)
     return dict(commit=lines[0].removeprefix("# branch.oid "), dirty=dirty)
 
@@ -2231,11 +2231,13 @@ class Progress:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 9. Training
-# Build, warm up, evaluate, step, loop. The timed region is what stands between clock.resume() and clock.pause().
+# Build, warm up, train, evaluate; then the guards. The timed region stands between clock.resume() and
+# clock.pause().
 
 @dataclass
 class Run:
-    """All that a run holds. train_stream and val_stream are memory-mapped; position is where the data stands."""
+    """All that a run holds. train_stream and val_stream are memory-mapped; position is where the data
+    stands."""
     config: Config
     world: World
     kernels: Kernels
@@ -2247,76 +2249,40 @@ class Run:
     position: Position = Position()
 
 
-def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) -> Config:
-    """Vocabulary and end-of-document id as the shards' dataset.json says. Raises Refusal on any contradiction."""
-    cards = [card for card in map(dataset_card, (train, val)) if card]
-    if cards and cards[0] != cards[-1]:
-        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
-    same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
-    if same:
-        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean nothing")
-    given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
-    for key, value in given.items():
-        if overrides.get(key, value) != value:
-            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
-    c = dataclasses.replace(c, **given)
-    check_config(c)
-    return c
-
-
 def build(c: Config, world: World, overrides: dict) -> Run:
     """Check everything that can be checked cheaply, then make model and optimizer. Raises Refusal."""
-    paths = [find_shards(c.train_files, "train"), find_shards(c.val_files, "val")]
-    c = adopt_dataset(c, overrides, *paths)
-    train_stream, val_stream = (TokenStream(p, c.vocab_size) for p in paths)
-    there = val_stream.num_tokens - 1
-    if c.val_tokens > there:
-        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {there + 1:,} tokens, at most {there:,} "
-                      "targets; expected --val_tokens=0 (all) or fewer")
-    c = dataclasses.replace(c, val_tokens=c.val_tokens or there)
-    rows = {rows_at(c, step) for step in range(c.num_steps + 1)}       # validation has the last stage's shape
-    if (most := math.gcd(*rows)) % world.size:
-        legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-        raise Refusal(f"{world.size} processes can't share {sorted(rows)} rows (batch_tokens / row_tokens ="
-                      f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} (--nproc_per_node or NPROC)")
-    for k in range(len(val_stream.paths)):
-        val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
-    for stream in (train_stream, val_stream):
-        need_documents(stream, c.eod_id)
+    c, train_stream, val_stream = open_data(c, overrides)
+    # validation has the last stage's shape
+    row_counts = {rows_at(c, step) for step in range(c.num_steps + 1)}
+    divisor = math.gcd(*row_counts)
+    if divisor % world.size != 0:
+        legal = ", ".join(str(n) for n in range(1, divisor + 1) if divisor % n == 0)
+        raise Refusal(f"{world.size} processes can't share {sorted(row_counts)} rows "
+                      "(batch_tokens / row_tokens ="
+                      f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} "
+                      "(--nproc_per_node or NPROC)")
+    budget(c, train_stream)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex)
     if kernels.compile and not world.is_cuda and not find_compiler():
-        raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use --compile=off")
+        raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use "
+                      "--compile=off")
+    check_memory(c, world, kernels)
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(c.seed)
     with torch.device(world.device):
         model = GPT(c, kernels)
     groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or max(rows))
-
-
-def budget(run: Run) -> str:
-    """Tokens needed against tokens there; raises Refusal when max_epochs doesn't suffice."""
-    c, there = run.config, run.train_stream.num_tokens - 1
-    starts = run.train_stream.document_starts(0, c.eod_id)
-    lengths = [b - a for a, b in zip(starts, [*starts[1:], run.train_stream.starts[1]])] or [there]
-    kept = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths)
-            for clip in {stage.max_doc_tokens for stage in STAGES[c.stages]}}
-    needed = sum(rows_at(c, k) * c.row_tokens / kept[stage_at(c, k).max_doc_tokens] for k in range(c.num_steps))
-    text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {there:,} are there"
-    epochs = needed / there
-    if epochs > c.max_epochs:
-        more = math.ceil((needed - there * c.max_epochs) / c.max_epochs / 100e6)
-        raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of 100M tokens "
-                      f"(python data/cached_fineweb10B.py) or allow repetition with --max_epochs={math.ceil(epochs)}")
-    return f"{text}: {'enough' if epochs <= 1 else f'wraps, {epochs:.2f} epochs'}"
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or max(row_counts))
 
 
 def train_view(run: Run, step: int) -> View:
-    """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps and ranks."""
+    """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps and
+    ranks; the spare number keeps steps apart that round their rows up."""
     c, world = run.config, run.world
-    first = step * (c.batch_tokens // c.row_tokens + 1) + world.rank * rows_at(c, step) // world.size
-    return View(stage_at(c, step).window, candidates_at(c, step), first, training=True)
+    rows_per_step = c.batch_tokens // c.row_tokens + 1
+    first_row = step * rows_per_step + world.rank * rows_at(c, step) // world.size
+    return View(stage_at(c, step).window, candidates_at(c, step), first_row, training=True)
 
 
 def rows_at_once(run: Run, step: int) -> int:
@@ -2326,248 +2292,110 @@ def rows_at_once(run: Run, step: int) -> int:
 
 
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
-    """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all ranks' stop."""
-    c, world, view, n = run.config, run.world, train_view(run, step), rows_at_once(run, step)
+    """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all
+    ranks' stop."""
+    c, world = run.config, run.world
+    view, rows = train_view(run, step), rows_at_once(run, step)
+    # of all ranks, so that parts add up to the mean
+    step_tokens = rows_at(c, step) * c.row_tokens
     loss = torch.zeros((), device=world.device)
-    for rows in zip(batch.inputs.split(n), batch.targets.split(n)):
-        inputs, targets = (part.to(world.device, non_blocking=True) for part in rows)
-        part = run.model(inputs, targets, view) / (rows_at(c, step) * c.row_tokens)      # so parts add up to the mean
+    for inputs, targets in zip(batch.inputs.split(rows), batch.targets.split(rows)):
+        inputs = inputs.to(world.device, non_blocking=True)
+        targets = targets.to(world.device, non_blocking=True)
+        part = run.model(inputs, targets, view) / step_tokens
         part.backward()
         loss += part.detach()
-        view = view._replace(row=view.row + n)
+        view = view._replace(row=view.row + rows)
     norms = run.optimizer.step(lr_scale, momentum_at(c, step))
-    if ema_rate_at(c, step):
-        run.optimizer.average(ema_rate_at(c, step), c.ema_blend if step == c.num_steps - 1 else 0.0)
+    ema_rate, is_last = ema_rate_at(c, step), step == c.num_steps - 1
+    if ema_rate:
+        run.optimizer.average(ema_rate, c.ema_blend if is_last else 0.0)
     return world.reduced(torch.cat((loss[None], norms, loss.new_full((1,), float(stop)))))
 
 
 def evaluate(run: Run) -> float:
-    """Mean loss over the val_tokens targets, on all ranks. Shapes and graphs are those of the last stage."""
+    """Mean loss over the val_tokens targets, on all ranks. Shapes and graphs are those of the last
+    stage."""
     c, world = run.config, run.world
+    # sum of losses, number of targets
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
                                            rows_at_once(run, c.num_steps), c.eod_id, world.rank, world.size):
         inputs, targets = inputs.to(world.device), targets.to(world.device)
         loss, count = run.model(inputs, targets, View(c.val_window_blocks)), (targets >= 0).sum()
         totals += torch.stack((loss.double(), count.double()))
-    return float(torch.div(*world.reduced(totals)))
-
-
-HELPER = """import os, sys, threading; threading.Thread(None, lambda: os._exit(len(os.read(0, 1))), daemon=True).start()
-sys.path.insert(0, {!r}); __import__({!r}[:-3]).compile_beside({!r})"""      # ends when its standard input closes
-def compile_beside(argv: list[str]) -> None:
-    """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the compiler's
-    cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
-    config, overrides = parse_config(argv)
-    run = build(dataclasses.replace(config, table_rows=min(config.table_rows, 1021)), init_world(), overrides)
-    c, model, device = run.config, run.model, run.world.device
-    for step in {candidates_at(c, step): step for step in range(c.num_steps)}.values():
-        tokens, targets = torch.zeros(2, rows_at_once(run, step), c.row_tokens, dtype=torch.int32, device=device)
-        x = torch.randn(*tokens.shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
-        mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
-        model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
-    with torch.no_grad():
-        for bank in run.optimizer.banks:
-            bank.ids, bank.grads, bank.world = tokens[0].long(), x[0], World()      # without collectives
-            run.optimizer.update(bank, 0.0, 0.9)
+    loss_sum, count = world.reduced(totals)
+    return float(loss_sum / count)
 
 
 def warmup(run: Run, log: RunLog) -> None:
     """Compile and run every shape of the schedule and of validation, at rate 0, then restore every byte."""
     c, world, banks = run.config, run.world, run.optimizer.banks
-    saved, steps = [(t, t.clone()) for bank in banks for t in bank.tensors()], [bank.steps for bank in banks]
+    saved = [(t, t.clone()) for bank in banks for t in bank.tensors()]
+    saved_steps = [bank.steps for bank in banks]
     fit_memory(run, log)
-    for (num_rows, _), step in {(rows_at(c, k), candidates_at(c, k)): k for k in range(c.num_steps)}.items():
-        tokens = torch.arange(num_rows // world.size * c.row_tokens).view(-1, c.row_tokens).int() % c.vocab_size
+    last_step_of_shape = {(rows_at(c, step), candidates_at(c, step)): step for step in range(c.num_steps)}
+    for (num_rows, _), step in last_step_of_shape.items():
+        num_tokens = num_rows // world.size * c.row_tokens
+        tokens = (torch.arange(num_tokens).int() % c.vocab_size).view(-1, c.row_tokens)
+        # the first step compiles; the second shows that nothing is left to
         for _ in range(2):
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
             log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
     run.model(tokens, tokens.clone(), View(c.val_window_blocks))
-    for t, was in saved:
-        t.copy_(was)
-    for bank, count in zip(banks, steps):
-        bank.steps = count
-
-
-def fit_memory(run: Run, log: RunLog) -> None:
-    """Forward and backward of the largest micro-batch. Out of memory: fewer rows at once (auto), or a Failure."""
-    c, device, full = run.config, run.world.device, True
-    while full:
-        last = max(range(c.num_steps, -1, -1), key=lambda step: rows_at_once(run, step))
-        n, full = rows_at_once(run, last), torch.zeros((), device=device)
-        tokens = torch.zeros((n, c.row_tokens), dtype=torch.int32, device=device)
-        try:
-            run.model(tokens, tokens.clone(), train_view(run, last)).backward()       # one tensor twice: another graph
-        except torch.OutOfMemoryError:
-            full += 1
-        if run.world.reduced(full):
-            run.micro_rows = n - 1
-            run.micro_rows = fewer = rows_at_once(run, last) if run.micro_rows else 0
-            text = f"out of memory with {n} rows of {c.row_tokens} tokens at once: "
-            if c.micro_rows or not fewer:
-                raise Failure(text + (f"use --micro_rows={fewer}, or auto" if fewer else "use a smaller --row_tokens"))
-            log.event(f"note: {text}trying micro_rows={fewer}")
-        for bank in run.optimizer.banks:
-            bank.zero_grad()
-
-
-MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
-SELF_CHECK_TOLERANCE = 1e-5        # relative: what can't be seen takes no part in a sum, so numerics leave no trace
-def probe(run: Run) -> dict[str, float]:
-    """How much the loss of the first tokens of a second document moves, relatively, when other tokens are changed.
-    The validation pass (compiled as it will be), on shaken weights, as fresh ones attend to nothing; then restored."""
-    c, T, device, table = run.config, run.config.row_tokens, run.world.device, run.model.ngrams
-    generator, middle, few = torch.Generator(device).manual_seed(1), T // 2, max(2, min(16, T // 4))
-    row, other, targets = torch.randint(c.vocab_size, (3, T), generator=generator, device=device, dtype=torch.int32)
-    for tokens in (row, other):
-        tokens[tokens == c.eod_id] = (c.eod_id + 1) % c.vocab_size
-        tokens[[0, middle]] = c.eod_id
-    targets[:middle], targets[middle + few:] = -1, -1
-    cases = {"": (0, 0), "later tokens": (middle + few, T), "another document": (1, middle),
-             "their own context": (middle + 1, middle + few)}
-    rows = [torch.cat((row[:a], other[a:b], row[b:])).expand(rows_at_once(run, c.num_steps), T).contiguous()
-            for a, b in cases.values()]
-    places = [(bank.weight, slice(None)) for bank in run.optimizer.banks if bank.group.kind != "rows"]
-    ids = torch.cat([ngram_ids(t, segment_ids(t, c.eod_id), c.table_orders, c.table_rows)[0] for t in rows])
-    places.append((table.data, ids[ids < len(table) - 1].unique()))      # of the large table the rows looked up
-    saved = [(weight, place, weight[place].clone()) for weight, place in places]
-    for weight, place, was in saved:
-        weight[place] = was + 0.2 * torch.randn(was.shape, generator=generator, device=device).to(was.dtype)
-    targets, view = targets.expand_as(rows[0]).contiguous(), View(c.val_window_blocks)
-    base, *losses = [float(run.model(tokens, targets, view)) for tokens in rows]
-    for weight, place, was in saved:
-        weight[place] = was
-    return {what: abs(loss / base - 1) for what, loss in zip([*cases][1:], losses)}
-
-
-def unequal_ranks(run: Run) -> list[str]:
-    sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])     # summed uncopied
-    extremes = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX)
-    return [f"the ranks hold different weights in {bank.group.name}"
-            for bank, high, low in zip(run.optimizer.banks, *extremes.tolist()) if high != -low]
-
-
-def self_check(run: Run, log: RunLog) -> None:
-    """Would the numbers of this run mean anything? Raises Failure. Leaves all state as it was."""
-    began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
-    faults = [f"{what} changed, and the loss moved by {moved:.2g} of itself" for what, moved in probe(run).items()
-              if (moved == 0 if what == "their own context" else not moved <= SELF_CHECK_TOLERANCE)]
-    faults += unequal_ranks(run)
-    held_out = torch.cat([val.document_hashes(k, c.eod_id) for k in range(len(val.paths))])
-    known = int(torch.isin(held_out, train.document_hashes(0, c.eod_id)).sum())
-    if known > MAX_KNOWN_SHARE * len(held_out):
-        faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
-    if faults:
-        raise Failure(f"rank {run.world.rank}: self-check: " + "; ".join(faults), one_rank=True)
-    log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, ranks "
-              f"equal, {known} of {len(held_out)} validation documents begin like one of the first training shard")
-
-
-def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
-    """The log's header: everything needed to judge and repeat the run (what fits into memory is found later)."""
-    c, world = run.config, run.world
-    data = {split: dict(tokens=stream.num_tokens, files=[
-        dict(file=os.path.basename(p), bytes=os.path.getsize(p), tokens=b - a, fingerprint=fingerprint(p))
-        for p, a, b in zip(stream.paths, stream.starts, stream.starts[1:])])
-        for split, stream in (("train", run.train_stream), ("val", run.val_stream))}
-    device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.processor() or platform.machine()
-    sizes = {b.group.name: sum(p.numel() for p in b.group.params.values()) for b in run.optimizer.banks}
-    matmul = sum(sizes[b.group.name] for b in run.optimizer.banks if b.group.matmul)
-    return dict(
-        name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"), seed=c.seed,
-        config=dataclasses.asdict(c), overrides=overrides, argv=argv, devices=[device] * world.size,
-        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), world_size=world.size, resumed_from=None,
-        versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
-                      hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads()),
-        micro_rows=run.micro_rows, kernels={k: str(v) for k, v in run.kernels._asdict().items()},
-        data=data | dict(tokenizer=(dataset_card(run.train_stream.paths) or {}).get("tokenizer")),
-        git=git_state(str(Path(__file__).parent)) if world.rank == 0 else {},
-        parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
-
-
-def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
-    """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
-    same = {f"setting {k}": v for k, v in header["config"].items() if k not in RESUME_MAY_CHANGE}
-    for split in ("train", "val"):
-        same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
-                 for number, file in enumerate(header["data"][split]["files"], 1)}
-    return json.loads(json.dumps(same | {f"shape of {key}": list(t.shape) for key, t in tensors}))
-
-
-def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
-    """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
-    progress.clock.collect()
-    progress.look()
-    tensors = {}
-    for key, t in run.optimizer.gathered():
-        need_finite(f"step {step}", {key: float(t.sum(dtype=torch.float32))})          # without a copy of the table
-        if run.world.rank == 0:
-            tensors[key] = t.to("cpu", copy=True)
-    if run.world.rank == 0:
-        store.save(step, tensors, dict(
-            format=1, step=step, tokens=progress.tokens, position=run.position, total_ms=progress.clock.elapsed_ms(),
-            step_ms=list(progress.clock.step_ms), run=header,
-            bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
-
-
-def load_checkpoint(run: Run, header: dict) -> dict:
-    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal, before anything is changed."""
-    settings = identity(header, ())
-    def misfit(facts: dict) -> str:
-        differ = [key for key, value in identity(facts["run"], ()).items() if settings.get(key) != value]
-        return f"{differ[0]} differs" if differ else ""
-    path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
-    saved, tensors = read_checkpoint(path)
-    need_bank_steps(path, saved, [bank.group.name for bank in run.optimizer.banks])
-    there, here = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
-    for key in [*there, *here]:
-        if there.get(key) != here.get(key):
-            raise Refusal(f"--resume={path}: {key} differs: {there.get(key, 'nothing')} in the checkpoint, "
-                          f"{here.get(key, 'nothing')} in this run")
-    run.optimizer.load(tensors, saved["bank_steps"])
-    run.position, header["resumed_from"] = Position(*saved["position"]), str(path)
-    return saved
+    for t, before in saved:
+        t.copy_(before)
+    for bank, steps in zip(banks, saved_steps):
+        bank.steps = steps
 
 
 def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list[str]) -> dict:
     """The whole run. -> the result that the log's last line holds. Raises Refusal or Failure."""
     run = build(config, world, overrides)
-    c, clock, header = run.config, Clock(world.device), {"run_id": log.run_id, **facts(run, overrides, argv)}
+    c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
+    header = {"run_id": log.run_id, **facts(run, overrides, argv)}
     saved = load_checkpoint(run, header) if c.resume else None
     log.header(SOURCE, header)
-    log.event("note: " + budget(run))
-    log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, {run.kernels}")
+    log.event("note: " + budget(c, run.train_stream))
+    num_parameters = header["parameters"]["total"]
+    log.event(f"note: {world.size} x {world.device.type}, {num_parameters:,} parameters, {run.kernels}")
     if saved:
+        same_source = saved["run"]["source_sha256"] == header["source_sha256"]
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
-                  + ("" if saved["run"]["source_sha256"] == header["source_sha256"] else ", written by another source"))
+                  + ("" if same_source else ", written by another source"))
     if world.is_cuda:
-        alone = (run.kernels.compile, world.local, c.deterministic) == (True, 0, "off")
-        help = alone and 0 < 3 * 2 ** 33 * c.micro_rows < torch.cuda.mem_get_info()[0]     # 0: to be found out
-        helper = [sys.executable, "-c", HELPER.format(*os.path.split(os.path.abspath(__file__)), argv)]
-        with subprocess.Popen(helper, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL) if help else contextlib.nullcontext():
+        with compiler_beside(argv) if may_compile_beside(run) else contextlib.nullcontext():
             warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
-    progress = Progress(c, log, clock, [bank.group.name for bank in run.optimizer.banks], header)
+    progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
     if saved:
         clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
-    started = round(process_age_s(), 2)
-    log.event(f"note: time_to_first_step_s:{started}")
+    time_to_first_step_s = round(process_age_s(), 2)
+    log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
     with stop_signals() as signals, contextlib.ExitStack() as profiling:
         try:
             result = loop(run, progress, store, signals, profiling, header, saved["step"] if saved else 0)
         finally:
-            store.finish()                               # whatever happened: the last good checkpoint is whole
-    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by clipping")
-    if c.self_check == "on" and (faults := unequal_ranks(run)):
+            # whatever happened: the last good checkpoint is whole
+            store.finish()
+    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by "
+              "clipping")
+    need_finite(f"step {result['step']}", {f"the weights of {bank.group.name}": finite_sum(bank.weight)
+                                           for bank in banks})
+    faults = unequal_ranks(run) if c.self_check == "on" else []
+    if faults:
         raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults), one_rank=True)
-    ms, tokens, memory = clock.total_ms, progress.tokens, torch.cuda.max_memory_allocated() // 2 ** 20 or None
-    result |= dict(train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3), tokens_trained=tokens,
-                   peak_memory_mib=memory, time_to_first_step_s=started, mfu=progress.mfu(tokens, ms),
-                   checkpoint_failed=store.failed)
+    ms = clock.total_ms
+    result |= dict(
+        train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3),
+        tokens_trained=progress.tokens,
+        peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
+        time_to_first_step_s=time_to_first_step_s, mfu=progress.mfu(progress.tokens, ms),
+        checkpoint_failed=store.failed)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
     if store.last:
         log.event(f"note: let it write: python records/sample.py {store.last} 'Once upon a time'")
@@ -2575,35 +2403,43 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     return result
 
 
-def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiling: contextlib.ExitStack, header: dict,
-         first: int) -> dict:
-    """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last validation.
-    profiling holds the profiler while it runs: whoever closes it, also because the run ends, writes the trace."""
+PACE_STEPS = 20                    # after so many steps the log predicts the time that the training takes
+PROFILE_AFTER_STEPS = 5            # the first steps are not typical: caches are cold
+
+def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiling: contextlib.ExitStack,
+         header: dict, first: int) -> dict:
+    """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last
+    validation. profiling holds the profiler while it runs: whoever closes it, also because the run ends,
+    writes the trace."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
     plan = [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
     planner = Planner(run.train_stream, c.eod_id, run.position)
     loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
+    is_profiled = c.profile_steps > 0 and log.path is not None
+    profile_first = min(first + PROFILE_AFTER_STEPS, c.num_steps - 1)
+    profile_last = min(first + PROFILE_AFTER_STEPS + c.profile_steps, c.num_steps) - 1
     result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
-    clock.resume()
+    clock.resume()                                        # the timed region begins
     for step in range(first, c.num_steps + 1):
-        last = step == c.num_steps
-        if last or (c.val_every_steps and step % c.val_every_steps == 0):
-            clock.pause()
+        is_last = step == c.num_steps
+        if is_last or (c.val_every_steps and step % c.val_every_steps == 0):
+            clock.pause()                                 # validation is not timed
             progress.look()
             loss = evaluate(run)
             log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
             result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
             need_finite(f"step {step}", {"the validation loss": loss})
-            if c.target_loss and loss <= c.target_loss and not last:
-                result |= dict(status="target_reached", reason=f"validation loss {loss:.4f} <= {c.target_loss}")
-                last = True
-            if last:
+            if c.target_loss and loss <= c.target_loss and not is_last:
+                reason = f"validation loss {loss:.4f} <= {c.target_loss}"
+                result |= dict(status="target_reached", reason=reason)
+                is_last = True
+            if is_last:
                 if c.checkpoint_every_steps:
                     save_checkpoint(run, store, step, progress, header)
                 break
             clock.resume()
-        if c.profile_steps and log.path and step == min(first + 5, c.num_steps - 1):
+        if is_profiled and step == profile_first:
             profiling.enter_context(torch.profiler.profile(
                 on_trace_ready=lambda p: p.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))))
         try:
@@ -2614,27 +2450,436 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
         stats = train_step(run, step, batch, lr_scale, len(signals)).to("cpu", non_blocking=True)
         clock.step_done()                                 # its event also says that the copy has arrived
         progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
-        if step == first + 20 < c.num_steps - 20:
-            to_go = clock.elapsed_ms() / progress.tokens * sum(n for n, _ in plan[21:]) * c.row_tokens
-            log.event(f"note: at this pace the training takes about {(clock.elapsed_ms() + to_go) / 1e3:.0f} s")
-        if c.profile_steps and log.path and step == min(first + 5 + c.profile_steps, c.num_steps) - 1:
+        if step == first + PACE_STEPS < c.num_steps - PACE_STEPS:
+            tokens_to_go = sum(rows for rows, _ in plan[PACE_STEPS + 1:]) * c.row_tokens
+            ms_to_go = clock.elapsed_ms() / progress.tokens * tokens_to_go
+            seconds = (clock.elapsed_ms() + ms_to_go) / 1e3
+            log.event(f"note: at this pace the training takes about {seconds:.0f} s")
+        if is_profiled and step == profile_last:
             profiling.close()
-        if progress.stopping:                             # of the step before, so all ranks stop after the same step
+        # of the step before, so all ranks stop after the same step
+        if progress.stopping:
             clock.pause()
-            began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
-            save_checkpoint(run, store, step + 1, progress, header)
-            store.finish()
-            if world.size > 1:
-                dist.barrier()                            # a launcher kills the others soon after the first has left
-            result |= dict(status="stopped", step=step + 1, val_loss=None, signal=number,
-                           reason=f"{signal.Signals(number).name}; "
-                           + (f"go on with --resume={store.last}" if store.last else "no checkpoint was written"))
-            log.event(f"note: {result['reason']} (checkpoint took {time.perf_counter() - began:.2f} s)")
+            result |= save_and_stop(run, progress, store, signals, header, step + 1)
             break
         if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
             save_checkpoint(run, store, step + 1, progress, header)
     loader.close()
     return result
+
+
+def save_and_stop(run: Run, progress: Progress, store: Store, signals: list[int], header: dict,
+                  step: int) -> dict:
+    """A signal came, to this rank or another: save a checkpoint. -> what the result then says."""
+    began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
+    save_checkpoint(run, store, step, progress, header)
+    store.finish()
+    if run.world.size > 1:
+        # a launcher kills the others soon after the first has left
+        dist.barrier()
+    advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
+    reason = f"{signal.Signals(number).name}; {advice}"
+    progress.log.event(f"note: {reason} (checkpoint took {time.perf_counter() - began:.2f} s)")
+    return dict(status="stopped", step=step, val_loss=None, signal=number, reason=reason)
+
+
+# What follows only guards and keeps: data, memory, self-check, header, checkpoints, the compiler's helper.
+# A reader who wants to change what is trained, or how, needs none of it.
+
+def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStream]:
+    """-> config with what the data says, training stream, validation stream. Raises Refusal."""
+    train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
+    c = adopt_dataset(c, overrides, train_paths, val_paths)
+    train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
+    available = val_stream.num_tokens - 1
+    if c.val_tokens > available:
+        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, at most "
+                      f"{available:,} targets; expected --val_tokens=0 (all) or fewer")
+    for k in range(len(val_paths)):
+        val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
+    for stream in (train_stream, val_stream):
+        need_documents(stream, c.eod_id)
+    return dataclasses.replace(c, val_tokens=c.val_tokens or available), train_stream, val_stream
+
+
+def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) -> Config:
+    """Vocabulary and end-of-document id as the shards' dataset.json says. Raises Refusal on any
+    contradiction."""
+    cards = [card for card in map(dataset_card, (train, val)) if card]
+    if cards and cards[0] != cards[-1]:
+        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
+    same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
+    if same:
+        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean "
+                      "nothing")
+    given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
+    for key, value in given.items():
+        if overrides.get(key, value) != value:
+            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
+    c = dataclasses.replace(c, **given)
+    check_config(c)
+    return c
+
+
+def budget(c: Config, stream: TokenStream) -> str:
+    """Tokens needed against tokens there, in words. Raises Refusal when max_epochs doesn't suffice.
+    What clipping drops is estimated from the documents of the first shard."""
+    available = stream.num_tokens - 1
+    starts = stream.document_starts(0, c.eod_id)
+    lengths = [stop - start for start, stop in zip(starts, [*starts[1:], stream.starts[1]])] or [available]
+    clips = {stage_at(c, step).max_doc_tokens for step in range(c.num_steps)}
+    kept_fraction = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths) for clip in clips}
+    needed = sum(rows_at(c, step) * c.row_tokens / kept_fraction[stage_at(c, step).max_doc_tokens]
+                 for step in range(c.num_steps))
+    text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), " \
+           f"{available:,} are there"
+    epochs = needed / available
+    if epochs > c.max_epochs:
+        shard_tokens = 100e6
+        more = math.ceil((needed - available * c.max_epochs) / c.max_epochs / shard_tokens)
+        raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of "
+                      "100M tokens (python data/cached_fineweb10B.py) or allow repetition with "
+                      f"--max_epochs={math.ceil(epochs)}")
+    verdict = "enough" if epochs <= 1 else f"wraps, {epochs:.2f} epochs"
+    return f"{text}: {verdict}"
+
+
+# numbers in its largest part: not counted, as counting costs a CPU run a second
+SMALL_MODEL = 10 ** 8
+
+def check_memory(c: Config, world: World, kernels: Kernels) -> None:
+    """Raises Refusal when model and optimizer certainly don't fit, before a byte of them is allocated.
+    Parameters are counted on the meta device. Each takes its weight, its gradient and, shared by the ranks,
+    8 bytes of averages; a row of the table its weights and 8 bytes. Activations come on top."""
+    largest = max(len(c.table_orders) * c.table_rows, (2 + len(c.value_layers)) * c.vocab_size,
+                  c.num_layers * c.mlp_dim)
+    if c.model_dim * largest < SMALL_MODEL:
+        return
+    with torch.device("meta"):
+        model = GPT(c, Kernels(dtype=kernels.dtype))
+    table = model.ngrams
+    dense = [p for p in model.parameters() if p is not table]
+    needed = table.nbytes + 8 * len(table) + sum(2 * p.nbytes + 8 * p.numel() / world.size for p in dense)
+    free = free_bytes(world)
+    if needed > free:
+        count = table.numel() + sum(p.numel() for p in dense)
+        raise Refusal(f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on each "
+                      f"rank, {free / 1e9:.1f} are free; use a smaller --table_rows, --model_dim or --num_layers")
+
+
+def free_bytes(world: World) -> float:
+    """What this rank may still allocate: on its GPU, else in main memory. Infinite where the system doesn't
+    say."""
+    if world.is_cuda:
+        return torch.cuda.mem_get_info()[0]
+    free = math.inf
+    with contextlib.suppress(OSError, ImportError, TypeError):
+        import resource                                   # Unix only
+        meminfo, statm = Path("/proc/meminfo").read_text(), Path("/proc/self/statm").read_text()
+        free = 1024 * int(re.search(r"MemAvailable: *(\d+)", meminfo)[1])
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]               # ulimit -v
+        if limit != resource.RLIM_INFINITY:
+            free = min(free, limit - int(statm.split()[0]) * os.sysconf("SC_PAGE_SIZE"))
+    return free
+
+
+def fit_memory(run: Run, log: RunLog) -> None:
+    """Forward and backward of the largest micro-batch. Out of memory: fewer rows at once (auto), or a
+    Failure."""
+    c = run.config
+    step = max(range(c.num_steps, -1, -1), key=lambda step: rows_at_once(run, step))
+    rows_of_rank = rows_at(c, step) // run.world.size
+    divisors = [n for n in range(rows_at_once(run, step), 0, -1) if rows_of_rank % n == 0]
+    for rows, fewer in zip(divisors, [*divisors[1:], None]):
+        run.micro_rows = rows
+        if fits(run, step):
+            return
+        found = f"out of memory with {rows} rows of {c.row_tokens} tokens at once"
+        if c.micro_rows or fewer is None:
+            break
+        log.event(f"note: {found}: trying micro_rows={fewer}")
+    advice = "use a smaller --row_tokens" if fewer is None else f"use --micro_rows={fewer}, or auto"
+    raise Failure(f"{found}: {advice}")
+
+
+def fits(run: Run, step: int) -> bool:
+    """Whether all ranks have memory for forward and backward of one micro-batch of the step."""
+    device = run.world.device
+    out_of_memory = torch.zeros((), device=device)
+    tokens = torch.zeros((rows_at_once(run, step), run.config.row_tokens), dtype=torch.int32, device=device)
+    try:
+        # one tensor twice would be another graph
+        run.model(tokens, tokens.clone(), train_view(run, step)).backward()
+    except torch.OutOfMemoryError:
+        out_of_memory += 1
+    for bank in run.optimizer.banks:
+        bank.zero_grad()
+    return not run.world.reduced(out_of_memory)
+
+
+# relative: what can't be seen takes no part in a sum, so numerics leave no trace
+SELF_CHECK_TOLERANCE = 1e-6
+SHORT_DOCUMENT = 13                # tokens; odd, so that all alignments to groups of 2^n tokens are met
+
+class Case(NamedTuple):
+    """An experiment on all documents of a micro-batch at once; masks over its rows * T positions."""
+    what: str                      # is changed
+    changed: Tensor
+    scored: Tensor                 # whose losses are summed; each is of the true next token before the change
+    must_move: bool                # this sum has to move; else it may not
+
+
+def probe_cases(num_tokens: int, block: int, offset: int,
+                generator: torch.Generator) -> tuple[Tensor, list[Case]]:
+    """-> where documents start [num_tokens], and the cases. Each document has a cut: a position before
+    which nothing may be seen of what stands from there on. The first half of the tokens goes to short
+    documents, with cuts at all alignments; a quarter to documents of several blocks; the rest to one that
+    spans many."""
+    blocks = 5 * block // 2 + 1
+    gaps = [SHORT_DOCUMENT] * (num_tokens // 2 // SHORT_DOCUMENT) + [blocks] * (num_tokens // 4 // blocks)
+    gaps = torch.tensor([*gaps, num_tokens // 8], device=generator.device)             # between cuts
+    cuts = 1 + offset + F.pad(gaps.cumsum(0), (1, 0))
+    prefixes = 1 + torch.rand(len(gaps), generator=generator, device=generator.device) * (gaps - 1)
+    starts = cuts[1:] - prefixes.long()                  # each between the cut before and its own
+    position = torch.arange(num_tokens, device=generator.device)
+    document = torch.searchsorted(starts, position, right=True)
+    is_start, is_later, is_odd = torch.isin(position, starts), position >= cuts[document], document % 2 == 1
+    return is_start, [Case("another document", is_odd & ~is_start, ~is_odd, False),
+                      Case("later tokens", is_later, ~is_later, False),
+                      Case("their own context", ~is_later & ~is_start, is_later, True)]
+
+
+def open_all_paths(run: Run, batches_of_tokens: list[Tensor], generator: torch.Generator) -> list[tuple]:
+    """Makes all parameters random and of order one, of the table the rows that the model looks up for these
+    tokens. -> (weight, place in it, what stood there) of all that was changed."""
+    model, table, eod_id = run.model, run.model.ngrams, run.config.eod_id
+    def random(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+    for tokens in batches_of_tokens:
+        model.look_up(tokens, segment_ids(tokens, eod_id), True)
+    nobody = len(table) - 1
+    rows = torch.cat([ids.flatten() for ids, _ in table.touched]).unique()
+    rows = rows[rows < nobody]
+    table.touched.clear()
+    places = [(bank.weight, slice(None)) for bank in run.optimizer.banks if bank.group.kind != "rows"]
+    places.append((table.data, rows))
+    saved = [(weight, place, weight[place].clone()) for weight, place in places]
+    for p in model.parameters():
+        if p is not table:
+            p.data.copy_(random(p) * p.size(-1) ** -0.5 if p.ndim > 1 else 0.5 + 0.2 * random(p))
+    table.data[rows] = random(table[rows])
+    return saved
+
+
+def probe(run: Run) -> list[str]:
+    """What is wrong with the validation pass (compiled as it will be): predictions move that may not, or
+    none does. No path can be missed, because none is looked for. Whatever way leads from a changed token to
+    a prediction, the prediction moves, unless something on that way is zero or saturated: so all parameters
+    are made random and of order one, whichever the model has. Ids are drawn as text has them, a few often
+    and many seldom, so that both copies and the softmax decide losses. The last case shows that the eye is
+    open. Weights are restored."""
+    c, device = run.config, run.world.device
+    num_rows = rows_at_once(run, c.num_steps)
+    num_tokens = num_rows * c.row_tokens
+    generator = torch.Generator(device).manual_seed(1)
+    ids = torch.randperm(c.vocab_size, generator=generator, device=device).int()
+    ids = ids[ids != c.eod_id]
+    if len(ids) < 2:
+        return []                                        # no token can be changed into another
+    faults = {}
+    rounds = min(SHORT_DOCUMENT, math.ceil(4 * SHORT_DOCUMENT * c.block_tokens / num_tokens))
+    # several where a micro-batch has too few short documents
+    for offset in range(rounds):
+        is_start, cases = probe_cases(num_tokens, c.block_tokens, offset, generator)
+        # Zipf's law
+        index = (len(ids) ** torch.rand(num_tokens, generator=generator, device=device)).long() - 1
+        other = index + torch.randint(1, len(ids), (num_tokens,), generator=generator, device=device)
+        base, other = (ids[which % len(ids)].masked_fill(is_start, c.eod_id) for which in (index, other))
+        changed = [torch.where(case.changed, other, base) for case in cases]
+        base, *changed = [tokens.view(num_rows, c.row_tokens) for tokens in (base, *changed)]
+        saved = open_all_paths(run, [base, *changed], generator)
+        for case, tokens in zip(cases, changed):
+            targets = torch.where(case.scored, base.flatten().roll(-1), -1).view_as(base)
+            before, after = (float(run.model(t, targets, View(c.val_window_blocks))) for t in (base, tokens))
+            moved = abs(after / before - 1)
+            has_moved = not moved <= SELF_CHECK_TOLERANCE          # so that a NaN counts as moved
+            if has_moved != case.must_move:
+                faults[case.what] = f"{case.what} changed, and the loss moved by {moved:.2g} of itself"
+        for weight, place, was in saved:
+            weight[place] = was
+    return list(faults.values())
+
+
+def unequal_ranks(run: Run) -> list[str]:
+    """Banks whose weights differ between the ranks. Bits are summed as integers, which takes no copy of a
+    table."""
+    sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])
+    highest, minus_lowest = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX).tolist()
+    return [f"the ranks hold different weights in {bank.group.name}"
+            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest) if high != -minus_low]
+
+
+MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
+
+def self_check(run: Run, log: RunLog) -> None:
+    """Would the numbers of this run mean anything? Raises Failure. Leaves all state as it was."""
+    began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
+    faults = probe(run) + unequal_ranks(run)
+    held_out = torch.cat([val.document_hashes(k, c.eod_id) for k in range(len(val.paths))])
+    known = int(torch.isin(held_out, train.document_hashes(0, c.eod_id)).sum())
+    if known > MAX_KNOWN_SHARE * len(held_out):
+        faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
+    if faults:
+        raise Failure(f"rank {run.world.rank}: self-check: " + "; ".join(faults), one_rank=True)
+    log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, "
+              f"ranks equal, {known} of {len(held_out)} validation documents begin like one of the first "
+              "training shard")
+
+
+def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
+    """The log's header: everything needed to judge and repeat the run (what fits into memory is found
+    later)."""
+    c, world = run.config, run.world
+    def files_of(stream: TokenStream) -> dict:
+        files = [dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=stop - start,
+                      fingerprint=fingerprint(path))
+                 for path, start, stop in zip(stream.paths, stream.starts, stream.starts[1:])]
+        return dict(tokens=stream.num_tokens, files=files)
+    card = dataset_card(run.train_stream.paths) or {}
+    processor = platform.processor() or platform.machine()
+    device = torch.cuda.get_device_name(world.device) if world.is_cuda else processor
+    groups = [bank.group for bank in run.optimizer.banks]
+    sizes = {group.name: sum(p.numel() for p in group.params.values()) for group in groups}
+    matmul = sum(sizes[group.name] for group in groups if group.matmul)
+    stages = dict.fromkeys(stage_at(c, step) for step in range(c.num_steps))
+    return dict(
+        name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        seed=c.seed,
+        config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages], overrides=overrides,
+        argv=argv,
+        devices=[device] * world.size, world_size=world.size, resumed_from=None,
+        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), versions=software_versions(world),
+        micro_rows=run.micro_rows, kernels={key: str(value) for key, value in run.kernels._asdict().items()},
+        data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream),
+                  tokenizer=card.get("tokenizer")),
+        git=git_state(str(Path(__file__).parent)) if world.rank == 0 else {},
+        parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
+
+
+def software_versions(world: World) -> dict:
+    from importlib import metadata
+    triton = nccl = None
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        triton = metadata.version("triton")
+    if world.is_cuda and dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, triton=triton,
+                nccl=nccl, hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads())
+
+
+def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
+    """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
+    settings = {key: value for key, value in header["config"].items() if key not in RESUME_MAY_CHANGE}
+    same = {f"setting {key}": value for key, value in settings.items()}
+    same |= {f"stage {number}": stage for number, stage in enumerate(header.get("stages", []), 1)}
+    for split in ("train", "val"):
+        same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
+                 for number, file in enumerate(header["data"][split]["files"], 1)}
+    same |= {f"shape of {key}": list(t.shape) for key, t in tensors}
+    return json.loads(json.dumps(same))
+
+
+def finite_sum(t: Tensor) -> float:
+    """The sum, which is finite where all of t is, without a copy of the table."""
+    return float(t.sum(dtype=torch.float32))
+
+
+def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
+    """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not
+    finite."""
+    progress.clock.collect()
+    progress.look()
+    tensors = {}
+    for key, t in run.optimizer.gathered():
+        need_finite(f"step {step}", {key: finite_sum(t)})
+        if run.world.rank == 0:
+            tensors[key] = t.to("cpu", copy=True)
+    if run.world.rank == 0:
+        store.save(step, tensors, dict(
+            format=1, step=step, tokens=progress.tokens, position=run.position, run=header,
+            total_ms=progress.clock.elapsed_ms(), step_ms=list(progress.clock.step_ms),
+            bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
+
+
+def load_checkpoint(run: Run, header: dict) -> dict:
+    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal, before anything is
+    changed."""
+    settings = identity(header, ())
+    def misfit(facts: dict) -> str:
+        differ = [key for key, value in identity(facts["run"], ()).items() if settings.get(key) != value]
+        return f"{differ[0]} differs" if differ else ""
+    path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
+    saved, tensors = read_checkpoint(path)
+    need_bank_steps(path, saved, [bank.group.name for bank in run.optimizer.banks])
+    then, now = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
+    for key in [*then, *now]:
+        if then.get(key) != now.get(key):
+            raise Refusal(f"--resume={path}: {key} differs: {then.get(key, 'nothing')} in the checkpoint, "
+                          f"{now.get(key, 'nothing')} in this run")
+    run.optimizer.load(tensors, saved["bank_steps"])
+    run.position, header["resumed_from"] = Position(*saved["position"]), str(path)
+    return saved
+
+
+# measured: training with a row at once, and the helper beside it
+COMPILER_BYTES_PER_ROW = 24 * 2 ** 30
+# the word behind the file's name that makes a process such a helper
+COMPILE_BESIDE = "compile-beside"
+
+def may_compile_beside(run: Run) -> bool:
+    """Whether a second process shall compile what follows the blocks while this one compiles the blocks.
+    One on each host does, as they share a cache on disk. Not in a deterministic run, whose graphs are
+    others. The helper holds a model of its own on the same GPU, so there must be memory for both; a run
+    whose micro_rows are still to be found out (0) does without, as the helper would take the memory that is
+    being measured."""
+    needed = COMPILER_BYTES_PER_ROW * run.config.micro_rows
+    is_wanted = run.kernels.compile and run.world.local == 0 and run.config.deterministic == "off"
+    return is_wanted and needed > 0 and torch.cuda.mem_get_info()[0] > needed
+
+
+def compiler_beside(argv: list[str]) -> subprocess.Popen:
+    """Start this very file as the helper. As a context: leaving it closes the helper's input, which ends
+    it."""
+    command = [sys.executable, os.path.abspath(__file__), COMPILE_BESIDE, *argv]
+    return subprocess.Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
+
+
+def exit_when_input_closes() -> None:
+    """Ends this process, whatever it is doing, once nobody holds its standard input: the warm-up that
+    started it is over, or the trainer is dead, be it by SIGKILL."""
+    os.read(sys.stdin.fileno(), 1)       # sys.stdin.read() would hold a lock that Python needs when it ends
+    os._exit(0)
+
+
+def compile_beside(argv: list[str]) -> int:
+    """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the
+    compiler's cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
+    threading.Thread(target=exit_when_input_closes, daemon=True).start()
+    config, overrides = parse_config(argv)
+    small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows
+    run = build(dataclasses.replace(config, table_rows=small_table), init_world(), overrides)
+    c, model, device = run.config, run.model, run.world.device
+    last_step_of_shape = {candidates_at(c, step): step for step in range(c.num_steps)}
+    for step in last_step_of_shape.values():
+        tokens, targets = torch.zeros(2, rows_at_once(run, step), c.row_tokens, dtype=torch.int32, device=device)
+        x = torch.randn(*tokens.shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
+        mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
+        model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
+    with torch.no_grad():
+        for bank in run.optimizer.banks:
+            bank.ids, bank.grads, bank.world = tokens[0].long(), x[0], World()      # without collectives
+            run.optimizer.update(bank, 0.0, 0.9)
+    return 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2646,6 +2891,8 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         say(help_text())
         return 0
+    if argv[:1] == [COMPILE_BESIDE]:
+        return compile_beside(argv[1:])
     log = world = None
     try:
         config, overrides = parse_config(argv, "record" if torch.cuda.is_available() else "demo")

@@ -216,7 +216,7 @@ def config_case(tg, files, seed):
         return "accepted, too large to try"
     try:
         run = tg.build(config, tg.World(), overrides)
-        tg.budget(run)
+        tg.budget(run.config, run.train_stream)
     except tg.Refusal as error:
         text = readable(str(error))
         assert any(f.name in text for f in dataclasses.fields(config)) or ".bin" in text, text
@@ -430,7 +430,7 @@ def trained_on(tg, folder):
     files = [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin"]
     config, overrides = tg.parse_config([*OPTIONS, *files])
     run = tg.build(config, tg.World(), overrides)
-    tg.budget(run)
+    tg.budget(run.config, run.train_stream)
     with contextlib.closing(small_batches(run)) as loader:
         batch = next(loader)
     seen = []

@@ -384,6 +384,7 @@ def test_a_second_process_compiles_what_follows_the_blocks(tg, files, monkeypatc
             break
     monkeypatch.undo()
     note("beside")
+    monkeypatch.setattr(tg, "exit_when_input_closes", lambda: None)
     built, build = [], tg.build
     monkeypatch.setattr(tg, "build", lambda *args: built.append(build(*args)) or runs[1])
     tg.compile_beside(options)
@@ -394,23 +395,38 @@ def test_a_second_process_compiles_what_follows_the_blocks(tg, files, monkeypatc
 
 
 def test_the_second_process_ends_well_and_when_its_input_closes(tg, files, tmp_path):
-    """HELPER, run for real with compilation off: it must find the file, parse the options, end well, and end at once
-    when nobody holds its standard input any more: warm-up is over, or the trainer is dead."""
+    """The file itself with another first word, for real with compilation off: it ends well, and at once when nobody
+    holds its standard input any more: warm-up is over, or the trainer is dead."""
     copy = tmp_path / "my-idea 2.py"                         # no name for an import statement
     copy.write_text(tg.SOURCE)
 
     def start(options):
-        code = tg.HELPER.format(str(copy.parent), copy.name, options)
-        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, str(copy), tg.COMPILE_BESIDE, *options]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with start(small_options(**files)) as process:
         assert process.stderr.read() == "" and process.wait(120) == 0
     with start(small_options(**files, num_steps="x")) as process:
         assert "--num_steps=x" in process.stderr.read() and process.wait(120) == 1
-    copy.write_text("import time\ndef compile_beside(argv): time.sleep(600)\n")
+    parse = "    config, overrides = parse_config(argv)\n    small"
+    assert parse in tg.SOURCE
+    copy.write_text(tg.SOURCE.replace(parse, "    time.sleep(600)\n    small"))
     began = time.perf_counter()
-    with start([]):
+    with start([]) as process:
         pass
-    assert time.perf_counter() - began < 60
+    assert time.perf_counter() - began < 60 and process.returncode == 0
+
+
+@pytest.mark.parametrize("change, wanted", [
+    ({}, True), (dict(compile=False), False), (dict(local=1), False), (dict(deterministic="on"), False),
+    (dict(micro_rows=0), False), (dict(micro_rows=4), False)])
+def test_the_second_process_is_started_only_where_it_helps_and_fits(tg, files, monkeypatch, change, wanted):
+    """Free are 73 GiB: enough for three rows at once, not for four."""
+    run = small_run(files, micro_rows=3, **{k: v for k, v in change.items() if k == "deterministic"})
+    run.kernels = run.kernels._replace(compile=change.get("compile", True))
+    run.config = replaced(run.config, micro_rows=change.get("micro_rows", 3))
+    run.world = tg.World(local=change.get("local", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (73 * 2 ** 30, 80 * 2 ** 30))
+    assert tg.may_compile_beside(run) is wanted
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -422,12 +438,13 @@ def test_the_second_process_reaches_every_bank_on_any_number_of_ranks(tg, files,
         updated.append(bank.group.name)
     monkeypatch.setattr(tg.Optimizer, "update", noting)
     monkeypatch.setattr(tg, "init_world", lambda *args: tg.World(0, size))
+    monkeypatch.setattr(tg, "exit_when_input_closes", lambda: None)
     tg.compile_beside(options)
     assert updated[-1] == "ngrams" and len(updated) == 11
 
 
 def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypatch):
-    run, copied, clone = small_run(files, table_rows=5000), [], torch.Tensor.clone
+    run, copied, clone = small_run(files, table_rows=50_000), [], torch.Tensor.clone
 
     def noting(t, *args, **more):
         copied.append(t.numel())
@@ -496,6 +513,29 @@ def test_rates_that_blow_up_stop_at_the_first_number_that_is_not_finite(files, t
     assert answer.err.count("\n") == 1 and answer.result["status"] == "failed"
     bad = [line for line in answer.events.splitlines() if re.search(r"loss:(nan|inf)", line)]
     assert len(bad) <= 1
+
+
+def test_a_validation_loss_that_is_not_finite_fails_the_run(tg, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(tg, "evaluate", lambda run: math.nan)
+    answer = call_main(small_options(**files, val_every_steps=1), tmp_path)
+    assert answer.code == 1 and answer.err.count("\n") == 1
+    assert "step 0: not a finite number: the validation loss" in answer.err
+
+
+@pytest.mark.parametrize("bank", [0, -1])
+def test_a_run_that_ends_with_weights_that_are_not_finite_never_says_finished(tg, files, tmp_path, monkeypatch, bank):
+    """One row that validation never looks up is enough."""
+    loop = tg.loop
+
+    def spoiling(run, *more):
+        result = loop(run, *more)
+        run.optimizer.banks[bank].weight.view(-1)[-1] = math.nan
+        return result
+    monkeypatch.setattr(tg, "loop", spoiling)
+    answer = call_main(small_options(**files), tmp_path)
+    name = ("embed", "ngrams")[bank]
+    assert answer.code == 1 and f"step 3: not a finite number: the weights of {name}" in answer.err
+    assert answer.result["status"] == "failed" and '"finished"' not in answer.events
 
 
 def test_reaching_the_target_stops_and_says_so(files, tmp_path):
@@ -624,7 +664,8 @@ def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, fil
     needed = tokens_of(config, 50)
     for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py", "--max_epochs=7"):
         assert part in answer.err
-    assert f"wraps, {needed / 4999:.2f} epochs" in tg.budget(tg.build(config, tg.World(), {}))
+    run = tg.build(config, tg.World(), {})
+    assert f"wraps, {needed / 4999:.2f} epochs" in tg.budget(run.config, run.train_stream)
 
 
 def test_epochs_are_counted_in_the_log(files, tmp_path):
@@ -638,12 +679,13 @@ def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, 
     starts = run.train_stream.document_starts(0, EOD)
     lengths = [b - a for a, b in zip(starts, [*starts[1:], run.train_stream.starts[1]])]
     needed = 3 * 1536 * sum(lengths) / sum(min(n, 10) for n in lengths)
-    assert f"needs about {needed:,.0f} tokens" in tg.budget(run) and needed > 1.5 * 3 * 1536
+    said = tg.budget(run.config, run.train_stream)
+    assert f"needs about {needed:,.0f} tokens" in said and needed > 1.5 * 3 * 1536
     run.config = replaced(run.config, num_steps=1_000_000)
     more = math.ceil((needed / 3 * 1e6 - 4 * 6000) / 4 / 1e8)              # they too may be seen four times
     assert more == 16
     with pytest.raises(tg.Refusal, match=f"allowed 4. Add about {more} shard"):
-        tg.budget(run)
+        tg.budget(run.config, run.train_stream)
 
 
 @pytest.mark.parametrize("lengths", [(10, 5990), (3000,)])
@@ -660,7 +702,41 @@ def test_the_budget_counts_the_last_document_of_the_first_shard(tg, tmp_path, le
         cut = tg.stage_at(run.config, step).max_doc_tokens
         tokens_taken = tg.rows_at(run.config, step) * run.config.row_tokens
         needed += tokens_taken * sum(lengths) / sum(min(n, cut) for n in lengths)
-    assert f"needs about {needed:,.0f} tokens" in tg.budget(run)
+    assert f"needs about {needed:,.0f} tokens" in tg.budget(run.config, run.train_stream)
+
+
+def test_tokens_are_counted_before_a_model_is_made_and_then_its_bytes(tg, files, monkeypatch):
+    """What can't fit is refused before a byte of it is allocated."""
+    config, overrides = tg.parse_config(small_options(**files, table_rows=4_194_301, max_epochs=1))
+    monkeypatch.setattr(tg, "free_bytes", lambda world: 1e9)
+    with pytest.raises(tg.Refusal, match="parameters need at least .* GB on each rank, 1.0 are free; use a smaller"):
+        tg.build(config, tg.World(), overrides)
+    with pytest.raises(tg.Refusal, match="epochs, allowed 1"):
+        tg.build(replaced(config, num_steps=100), tg.World(), overrides)
+
+
+def test_the_memory_that_is_asked_for_is_what_model_and_optimizer_take(tg, files, monkeypatch):
+    monkeypatch.setattr(tg, "SMALL_MODEL", 0)
+    run, free = small_run(files, ema_blend=0.0), []
+    held = sum({t.data_ptr(): t.nbytes for bank in run.optimizer.banks
+                for t in (bank.weight, *bank.tensors())}.values())
+    for share in (0.5, 1.0):
+        monkeypatch.setattr(tg, "free_bytes", lambda world, share=share: share * held)
+        try:
+            tg.check_memory(run.config, run.world, run.kernels)
+            free.append(share)
+        except tg.Refusal:
+            pass
+    assert free == [1.0]
+
+
+def test_free_memory_is_that_of_the_machine_or_of_ulimit(tg, monkeypatch):
+    resource = pytest.importorskip("resource")
+    assert 1e8 < tg.free_bytes(tg.World()) < 1e15
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2 ** 40, 2 ** 40))
+    assert 0 < tg.free_bytes(tg.World()) < 2 ** 40
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1000, 1000))
+    assert tg.free_bytes(tg.World()) < 0
 
 
 BROKEN = ["TRUNC", "ODD", "EXTRA", b"", bytes(500), "FMT32", "LFS", "OOV"]

@@ -2,16 +2,20 @@
 import contextlib
 import io
 import json
+import math
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from model_helpers import hide_gpus
 from rank_helpers import load_train_gpt
 from run_helpers import byte_run, changed, checkpoints_in, facts_of, losses_of, run_here, start, wait_for
+from shard_helpers import raw_shard
 
 
 def result_of(text):
@@ -167,54 +171,188 @@ def test_self_check_passes_says_its_cost_and_changes_nothing(tg, tmp_path, capsy
     assert (state == torch.get_rng_state()).all() and run.model.training
 
 
-def sees_the_next_token(segments, window, block):
-    mask = load_train_gpt().dense_mask(segments, window, block)
-    return mask._replace(dense=mask.dense | mask.dense.roll(1, -1))
+def next_too(mask):
+    """The mask with the next position of the same document added."""
+    segments = mask.segments_BT
+    i = torch.arange(segments.size(1))
+    same = segments[:, :, None] == segments[:, None, :]
+    return mask._replace(dense=mask.dense | ((i[:, None] + 1 == i) & same)[:, None])
+
+
+def group_means(x, size):
+    """Each position gets a tenth of the mean over its group of so many positions."""
+    return x + 0.1 * x.unflatten(1, (-1, size)).mean(2, keepdim=True).expand(-1, -1, size, -1).flatten(1, 2)
+
+
+class LeakyLinear:
+    """torch.nn.functional, but a projection onto so many outputs reads the next position."""
+
+    def __init__(self, functional, outputs):
+        self.functional, self.outputs = functional, outputs
+
+    def __getattr__(self, name):
+        return getattr(self.functional, name)
+
+    def linear(self, x, weight):
+        leaks = x.ndim == 3 and weight.size(0) == self.outputs
+        return self.functional.linear(x.roll(-1, 1) if leaks else x, weight)
+
+
+def leak_in_dense_mask(patch, tg, run, change):
+    patch.setattr(run.model, "build_mask", lambda *args: change(tg.dense_mask(*args)))
+
+
+def leak_at_alignment(patch, tg, run, group, place):
+    def change(mask):
+        here = torch.arange(mask.dense.size(2)) % group == place
+        return mask._replace(dense=torch.where(here[:, None], next_too(mask).dense, mask.dense))
+    leak_in_dense_mask(patch, tg, run, change)
+
+
+def leak_in_whole_blocks(patch, tg, run):
+    def change(mask):
+        block, i = run.config.block_tokens, torch.arange(mask.dense.size(2))
+        same = mask.segments_BT[:, :, None] == mask.segments_BT[:, None, :]
+        return mask._replace(dense=mask.dense | (same & (i[:, None] // block == i // block))[:, None])
+    leak_in_dense_mask(patch, tg, run, change)
+
+
+def leak_of_far_tokens(patch, tg, run):
+    """Queries see the key 20 positions ahead, and nothing between."""
+    def change(mask):
+        i = torch.arange(mask.dense.size(2))
+        same = mask.segments_BT[:, :, None] == mask.segments_BT[:, None, :]
+        return mask._replace(dense=mask.dense | (same & (i[:, None] + 20 == i))[:, None])
+    leak_in_dense_mask(patch, tg, run, change)
+
+
+def leak_in_shift(patch, tg, run, ndim):
+    real = tg.shift
+    patch.setattr(tg, "shift", lambda x, *more, **kinds: x.roll(-1, 1) if x.ndim == ndim else real(x, *more, **kinds))
+
+
+def leak_in_pointer(patch, tg, run):
+    real = tg.attention_mass
+    patch.setattr(tg, "attention_mass", lambda q, k, tokens, targets, mask, block: real(
+        q, k, tokens, targets, next_too(mask), block))
+
+
+def leak_in_copied_tokens(patch, tg, run):
+    real = tg.attention_mass
+    patch.setattr(tg, "attention_mass", lambda q, k, tokens, *more: real(q, k, tokens.roll(-1, 1), *more))
+
+
+def leak_in_value_embeddings(patch, tg, run):
+    for block in run.model.blocks:
+        patch.setattr(block, "forward", lambda x, x0, ve, *more, real=block.forward: real(
+            x, x0, None if ve is None else ve.roll(-1, 1), *more))
+
+
+def leak_in_gates(patch, tg, run, outputs):
+    patch.setattr(tg, "F", LeakyLinear(tg.F, outputs))
+
+
+def leak_in_ngrams(patch, tg, run):
+    real = tg.ngram_ids
+    patch.setattr(tg, "ngram_ids", lambda tokens, *more: real(tokens.roll(-1, 1), *more))
+
+
+def leak_in_inputs(patch, tg, run):
+    real = run.model.stem
+    patch.setattr(run.model, "stem", lambda e, *more: real(e + 0.1 * e.roll(-1, 1), *more))
+
+
+def leak_in_states(patch, tg, run, change):
+    hidden = run.model.hidden
+    patch.setattr(run.model, "hidden", lambda *args: change(hidden(*args)))
+
+
+LEAKS = {
+    "next token, attention": lambda *args: leak_in_dense_mask(*args, next_too),
+    **{f"next token, attention, position {n} of 16": lambda *args, n=n: leak_at_alignment(*args, 16, n)
+       for n in (0, 7, 15)},
+    "whole blocks": leak_in_whole_blocks,
+    "20 tokens ahead": leak_of_far_tokens,
+    "key offset": lambda *args: leak_in_shift(*args, 4),
+    "state before a copied token": lambda *args: leak_in_shift(*args, 3),
+    "copy pointer": leak_in_pointer,
+    "copied tokens": leak_in_copied_tokens,
+    "value embeddings": leak_in_value_embeddings,
+    "gates": lambda *args: leak_in_gates(*args, 2),
+    "sentinel": lambda *args: leak_in_gates(*args, 1),
+    "n-grams": leak_in_ngrams,
+    "inputs": leak_in_inputs,
+    "final states": lambda *args: leak_in_states(*args, lambda x: x + 0.01 * x.roll(-1, 1)),
+    **{f"mean over {n}": lambda *args, n=n: leak_in_states(*args, lambda x: group_means(x, n)) for n in (2, 8, 16)},
+}
+
+
+@pytest.mark.parametrize("path", LEAKS)
+def test_self_check_catches_a_leak_in_each_path(tg, tmp_path, monkeypatch, path):
+    run, log = built(tg, byte_run(tmp_path))
+    LEAKS[path](monkeypatch, tg, run)
+    with pytest.raises(tg.Failure, match="self-check: .*later tokens changed"):
+        tg.self_check(run, log)
+
+
+SCALED_DOWN = ["--model_dim=32", "--num_heads=2", "--head_dim=16", "--qk_dim=16", "--copy_dim=16", "--mlp_dim=64",
+               "--table_rows=1021", "--val_tokens=0", "--vocab_size=257", "--eod_id=256", "--max_epochs=10000000"]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "demo", "sprint", "record"])
+def test_self_check_passes_in_each_presets_shape_and_catches_leaks_there(tg, tmp_path, monkeypatch, preset):
+    """Its layers, window and blocks; narrower, and with smaller rows for the two that want a GPU."""
+    rows = ["--row_tokens=256", "--micro_rows=16", "--val_overlap=128", "--batch_tokens=4096"]
+    files = [word for word in byte_run(tmp_path) if "_files=" in word or "_dir=" in word]
+    run, _ = built(tg, [f"--preset={preset}", *files, *SCALED_DOWN, *(rows if preset in ("sprint", "record") else [])])
+    assert tg.probe(run) == []
+    for path in ("copy pointer", "20 tokens ahead"):
+        with monkeypatch.context() as patch:
+            LEAKS[path](patch, tg, run)
+            assert tg.probe(run), path
+
+
+@pytest.mark.slow
+def test_self_check_sees_a_leak_in_compiled_evaluation(tg, tmp_path, monkeypatch):
+    argv = byte_run(tmp_path, "--compile=on")
+    assert tg.probe(built(tg, argv)[0]) == []
+    torch._dynamo.reset()
+    leak_in_pointer(monkeypatch, tg, None)
+    assert any("later tokens changed" in fault for fault in tg.probe(built(tg, argv)[0]))
+    torch._dynamo.reset()
 
 
 def sees_all_documents(segments, window, block):
     return load_train_gpt().dense_mask(torch.zeros_like(segments), window, block)
 
 
-def sees_nothing_but_itself(segments, window, block):
-    mask = load_train_gpt().dense_mask(segments, window, block)
-    return mask._replace(dense=mask.dense & torch.eye(segments.size(1), dtype=torch.bool))
-
-
-@pytest.mark.parametrize("build_mask, named", [
-    (sees_the_next_token, "later tokens changed"), (sees_all_documents, "another document changed"),
-])
-def test_self_check_catches_a_leak(tg, tmp_path, build_mask, named):
+def test_self_check_catches_attention_to_other_documents(tg, tmp_path, monkeypatch):
     run, log = built(tg, byte_run(tmp_path))
-    run.model.build_mask = build_mask
-    with pytest.raises(tg.Failure, match=f"self-check: {named}"):
+    monkeypatch.setattr(run.model, "build_mask", sees_all_documents)
+    with pytest.raises(tg.Failure, match="self-check: another document changed"):
         tg.self_check(run, log)
 
 
-def test_self_check_catches_a_smear_over_the_next_position(tg, tmp_path, monkeypatch):
-    run, log = built(tg, byte_run(tmp_path))
-    hidden = run.model.hidden
-    monkeypatch.setattr(run.model, "hidden", lambda *args: hidden(*args) + 0.01 * hidden(*args).roll(-1, 1))
-    with pytest.raises(tg.Failure, match="self-check: later tokens changed"):
-        tg.self_check(run, log)
-
-
-@pytest.mark.parametrize("spoil, named", [
-    (lambda real, tokens, *rest: real(tokens.roll(-1, 1), *rest), "later tokens changed"),
-    (lambda real, tokens, segments, *rest: real(tokens, torch.zeros_like(segments), *rest), "another document changed"),
-])
-def test_self_check_catches_ngrams_of_what_may_not_be_seen(tg, tmp_path, monkeypatch, spoil, named):
+def test_self_check_catches_ngrams_of_other_documents(tg, tmp_path, monkeypatch):
     run, log = built(tg, byte_run(tmp_path))
     real = tg.ngram_ids
-    monkeypatch.setattr(tg, "ngram_ids", lambda *args: spoil(real, *args))
-    with pytest.raises(tg.Failure, match=f"self-check: {named}"):
+    monkeypatch.setattr(tg, "ngram_ids", lambda tokens, segments, *more: real(tokens, segments * 0, *more))
+    with pytest.raises(tg.Failure, match="self-check: another document changed"):
         tg.self_check(run, log)
 
 
-def test_self_check_catches_a_model_that_ignores_its_input(tg, tmp_path, monkeypatch):
+def test_self_check_catches_a_model_that_ignores_its_context(tg, tmp_path, monkeypatch):
     run, log = built(tg, byte_run(tmp_path))
     monkeypatch.setattr(run.model, "hidden", lambda tokens, *_: torch.ones(*tokens.shape, 32))
+    monkeypatch.setattr(tg, "attention_mass", lambda q, *_: (q[..., 0], q[..., 0]))
     with pytest.raises(tg.Failure, match="self-check: their own context changed"):
+        tg.self_check(run, log)
+
+
+def test_self_check_takes_a_loss_that_is_no_number_for_a_fault(tg, tmp_path, monkeypatch):
+    run, log = built(tg, byte_run(tmp_path))
+    monkeypatch.setattr(run.model, "forward", lambda tokens, targets, view: torch.tensor(math.nan))
+    with pytest.raises(tg.Failure, match="self-check: another document changed, and the loss moved by nan"):
         tg.self_check(run, log)
 
 
@@ -224,6 +362,18 @@ def test_self_check_catches_shared_text(tg, tmp_path):
     val.write_bytes(val.read_bytes()[:1024] + train[1024:1024 + 1400])
     run, log = built(tg, argv)
     with pytest.raises(tg.Failure, match=r"validation documents begin like one of .*train_1.bin"):
+        tg.self_check(run, log)
+
+
+@pytest.mark.parametrize("known, passes", [(5, True), (6, False)])
+def test_self_check_allows_a_twentieth_of_validation_to_be_known(tg, tmp_path, known, passes):
+    argv = byte_run(tmp_path)
+    rng = np.random.default_rng(4)
+    documents = [np.concatenate(([256], rng.integers(97, 123, 70))) for _ in range(150)]
+    (tmp_path / "val_1.bin").write_bytes(raw_shard(np.concatenate(documents[:100])))
+    (tmp_path / "train_1.bin").write_bytes(raw_shard(np.concatenate(documents[:known] + documents[100:])))
+    run, log = built(tg, argv)
+    with contextlib.nullcontext() if passes else pytest.raises(tg.Failure, match=f"{known} of 100 validation"):
         tg.self_check(run, log)
 
 
@@ -261,6 +411,69 @@ def test_a_failing_self_check_ends_the_run(tg, tmp_path, monkeypatch, capsys):
     assert tg.main(byte_run(tmp_path)) == 1
     assert "self-check: another document changed" in capsys.readouterr().err
     assert tg.main(byte_run(tmp_path, "--self_check=off")) == 0
+
+
+# ---- what a header and a checkpoint hold -----------------------------------------------------------------------------
+
+
+def test_the_header_names_versions_stages_and_commit(tg, tmp_path, monkeypatch):
+    run, _ = built(tg, byte_run(tmp_path))
+    asked = []
+    monkeypatch.setattr(tg, "run_quietly", lambda *command: asked.append(command) or "# branch.oid 0123abc\n1 .M x")
+    header = tg.facts(run, {}, [])
+    assert set(header["versions"]) >= {"torch", "triton", "nccl", "cuda"}
+    assert header["git"] == dict(commit="0123abc", dirty=True) and "--no-optional-locks" in asked[0]
+    assert [stage["window"] for stage in header["stages"]] == list(dict.fromkeys(
+        tg.stage_at(run.config, step).window for step in range(6)))
+    run.world, asked[:] = tg.World(1, 2), []
+    tg.facts(run, {}, [])
+    assert not asked                                       # one rank is enough
+    run.world = tg.World()
+    monkeypatch.setattr(tg, "run_quietly", lambda *command: "")
+    assert tg.facts(run, {}, [])["git"] == dict(commit="unknown", dirty="unknown")
+
+
+def test_git_tells_a_clean_folder_from_a_changed_one_without_writing(tg, tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *words], check=True,
+                       capture_output=True)
+    script = tmp_path / "train_gpt.py"
+    monkeypatch.setattr(tg, "__file__", str(script))
+    assert tg.git_state() == dict(commit="unknown", dirty="unknown")
+    git("init")
+    script.write_text("1\n")
+    git("add", "-A")
+    git("commit", "-m", "one")
+    git("tag", "v1")
+    os.utime(script, (1, 1))                               # the index would like to note this
+    index = (tmp_path / ".git/index").read_bytes()
+    clean = tg.git_state()
+    assert len(clean["commit"]) == 40 and clean["dirty"] is False
+    assert (tmp_path / ".git/index").read_bytes() == index
+    script.write_text("2\n")
+    assert tg.git_state() == dict(commit=clean["commit"], dirty=True)
+
+
+def test_a_resumed_run_keeps_its_stages(tg, tmp_path, monkeypatch):
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=3", "--self_check=off")
+    run_here(0, 1, argv)
+    facts = tg.facts
+
+    def of_another_table(*args):
+        header = facts(*args)
+        header["stages"][0]["window"] += 1
+        return header
+    monkeypatch.setattr(tg, "facts", of_another_table)
+    with pytest.raises(tg.Refusal, match="stage 1 differs: .*window.* in the checkpoint"):
+        run_here(0, 1, [*argv, "--resume=latest"])
+
+
+@pytest.mark.recipe
+def test_only_these_settings_may_change_when_a_run_is_resumed(tg):
+    assert tg.RESUME_MAY_CHANGE == {
+        "preset", "log_dir", "micro_rows", "train_files", "val_files", "checkpoint_every_steps", "checkpoint_dir",
+        "resume", "self_check", "max_epochs", "val_tokens", "val_overlap", "val_window_blocks", "val_every_steps",
+        "target_loss", "compile", "attention", "fp8", "deterministic", "log_every_steps", "profile_steps"}
 
 
 # ---- determinism, several machines -----------------------------------------------------------------------------------
