@@ -59,6 +59,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:                        # comes with torch for GPUs only
+    triton = None
+
 
 class RunError(Exception):
     """Ends a run. Its text is one readable message; one_rank: it concerns this rank only, which prints it."""
@@ -425,6 +431,7 @@ class Kernels(NamedTuple):
     compile: bool = False
     flex: bool = False                       # FlexAttention over lists of blocks instead of a dense mask
     fp8: bool = False                        # the output head's matrix products in training
+    triton: bool = False                     # this room's own kernels in Triton
     graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
 
@@ -447,7 +454,7 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     if graphs == "on" and not can_record:
         raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
     return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   graphs=can_record and graphs != "off", dtype=torch.bfloat16 if on_gpu else torch.float32)
+                   triton=on_gpu and compiled, graphs=can_record and graphs != "off", dtype=torch.bfloat16 if on_gpu else torch.float32)
 
 
 class Recorder:
@@ -644,6 +651,73 @@ def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[
     ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, rank, walk)[:count]
     columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, rank)
     return ids, columns.masked_fill(columns == count, -1)
+
+
+def run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
+    """Sums of gradients that belong to the same id. ordered [M]: the ids, sorted; place [M]: where in
+    grads [M, C] each one's gradient stands. -> [M, C]: the sum at the first of each id, zeros elsewhere.
+    The order of a sum follows from the ids alone, so that all ranks get the same bits."""
+    is_first = F.pad(ordered[1:] != ordered[:-1], (1, 0), value=True)
+    first = torch.where(is_first, torch.arange(len(ordered), device=ordered.device), 0).cummax(0).values
+    sums = torch.zeros(grads.shape, dtype=torch.float32, device=grads.device)
+    return sums.index_add_(0, first, grads.float()[place]).to(grads.dtype)
+
+
+if triton is not None:
+    @triton.jit
+    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, out_stride,
+                        ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """A program looks at one place in ordered, and if an id begins there, sums COLUMNS columns of its
+        gradients, ROWS at a time. With ADD it adds the sum to the id's row of out and writes nothing else."""
+        position = tl.program_id(0)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        in_row = column < C
+        this_id = tl.load(ordered + position)
+        is_first = (position == 0) | (tl.load(ordered + position - 1, position > 0, 0) != this_id)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        here = position + tl.arange(0, ROWS)
+        count = tl.where(is_first, ROWS, 0)
+        while count == ROWS:
+            belongs = tl.load(ordered + here, here < M, -1) == this_id
+            row = tl.load(place + here, belongs, 0)
+            mask = belongs[:, None] & in_row[None, :]
+            total += tl.load(grads + row[:, None] * grads_stride + column[None, :], mask, 0.0).to(tl.float32)
+            here += ROWS
+            count = tl.sum(belongs.to(tl.int32), 0)
+        total_row = tl.sum(total, 0)
+        if ADD:
+            if is_first:
+                target = out + this_id.to(tl.int64) * out_stride + column
+                total_row += tl.load(target, in_row, 0.0).to(tl.float32)
+                tl.store(target, total_row.to(out.dtype.element_ty), in_row)
+        else:
+            target = out + position.to(tl.int64) * out_stride + column
+            tl.store(target, total_row.to(out.dtype.element_ty), in_row)
+
+
+def fast_run_sums(ordered: Tensor, place: Tensor, grads: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """run_sums on a GPU. With add_to [V, C], which may be columns of a wider tensor, the sum of each id's
+    gradients is added to its row there instead: a token has many gradients, an n-gram mostly one."""
+    (M, C), out = grads.shape, torch.empty_like(grads) if add_to is None else add_to
+    rows, columns = (8, 1024) if add_to is None else (32, 256)
+    columns = min(columns, triton.next_power_of_2(C))
+    run_sums_kernel[M, triton.cdiv(C, columns)](ordered, place, grads, out, M, C, grads.stride(0),
+                                                out.stride(0), ADD=add_to is not None, ROWS=rows, COLUMNS=columns)
+    return out
+
+
+class FastEmbedding(torch.autograd.Function):
+    """Some columns of weight's rows for tokens [..], as F.embedding gives them. Its backward pass adds the
+    gradient to these columns of weight.grad, which must be there. order: tokens sorted, and their places."""
+    @staticmethod
+    def forward(ctx, weight, tokens, columns, order):
+        ctx.weight, ctx.columns, ctx.order = weight, columns, order
+        return F.embedding(tokens, weight[:, columns])
+
+    @staticmethod
+    def backward(ctx, grad):
+        fast_run_sums(*ctx.order, grad.flatten(0, -2), ctx.weight.grad[:, ctx.columns])
+        return None, None, None, None
 
 
 def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
@@ -857,15 +931,12 @@ def adam_state(master: Tensor) -> dict[str, Tensor]:
     return {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
 
 
-def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
-    """Sums the gradients [M, C] of equal ids [M]. -> distinct ids in order, then unused [M]; sums [M, C].
-    Shapes are static, the host doesn't wait, ids alone fix the order of a sum: ranks get the same bits."""
+def merge_rows(ids: Tensor, grads: Tensor, unused: int, sum_runs: Callable) -> tuple[Tensor, Tensor]:
+    """Sums the gradients [M, C] of equal ids [M] by run_sums or fast_run_sums. -> ids [M] in order, each
+    once, where it is repeated: unused; sums [M, C], zeros there. The host doesn't wait."""
     ordered, place = ids.sort(stable=True)
-    slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
-    distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
-    slots = torch.empty_like(slot).scatter_(0, place, slot)
-    # An embedding's backward pass is this very sum: of the gradients of all positions that looked up a slot.
-    return distinct, torch.ops.aten.embedding_dense_backward(grads, slots, len(ids), -1, False)
+    is_repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
+    return ordered.masked_fill(is_repeated, unused), sum_runs(ordered, place, grads)
 
 
 def rows_update(rows, grad, square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
@@ -1020,7 +1091,7 @@ class RowBank(Bank):
         (self.name, self.table), = group.params.items()
         self.group, self.world, self.steps = group, world, 0
         self.weight = self.master = self.table.data
-        self.state = RULES[group.kind].state(self.weight)
+        self.state, self.run_sums = RULES[group.kind].state(self.weight), run_sums
         self.width = round_up(self.table.size(1), world.size) // world.size     # of a rank's columns
 
     def reduce(self) -> list:
@@ -1039,7 +1110,7 @@ class RowBank(Bank):
     def update(self, function: Callable, numbers: dict[str, Tensor]) -> None:
         """Sums gradients by row, updates this rank's columns of these rows, and writes them on all ranks."""
         nobody = len(self.weight) - 1
-        ids, grads = merge_rows(self.ids, self.grads, nobody)
+        ids, grads = merge_rows(self.ids, self.grads, nobody, self.run_sums)
         square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
         square = self.world.reduced(square) / self.table.size(1)
         second, seen = self.state["second"], self.state["seen"]
@@ -1098,6 +1169,8 @@ class Optimizer:
             self.banks.append(bank_class(group, world))
         self.updates = {kind: rule.update for kind, rule in RULES.items()}
         if compiled:
+            for bank in self.banks:
+                bank.run_sums = fast_run_sums            # only a RowBank calls it
             for kind, rule in RULES.items():
                 dynamic = rule.layout != "matrices"      # one graph for all lengths; else one for each shape
                 self.updates[kind] = torch.compile(rule.update, dynamic=dynamic, fullgraph=True)
@@ -1404,14 +1477,24 @@ class GPT(nn.Module):
             self.ngrams.touched.append((ids, rows))
         return rows, signs
 
+    def embeddings(self, tokens: Tensor, training: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Embeddings of tokens [B, T, E], and the layers' value embeddings [B, T, H D]."""
+        count = max(1, len(self.config.value_layers))
+        if not (training and self.kernels.triton):
+            return F.embedding(tokens, self.embed), F.embedding(tokens, self.value_embeds).chunk(count, -1)
+        order, width = tokens.flatten().sort(stable=True), self.value_embeds.size(1) // count
+        columns = [slice(i * width, (i + 1) * width) for i in range(len(self.config.value_layers))]
+        return (FastEmbedding.apply(self.embed, tokens, slice(None), order),
+                [FastEmbedding.apply(self.value_embeds, tokens, part, order) for part in columns])
+
     def hidden(self, tokens: Tensor, segments: Tensor, masks: dict[str, Mask], training: bool) -> Tensor:
         """Final normed states [B, T, E]."""
         c, T = self.config, tokens.size(1)
         if T not in self.rotary:
             self.rotary[T] = rotary_tables(T, c.qk_dim, self.embed)
         rows, signs = self.look_up(tokens, segments, training)
-        x0 = self.input_states(F.embedding(tokens, self.embed), rows, signs, self.sign_pool, self.ngram_mix)
-        value_embeddings = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)
+        token_embeddings, value_embeddings = self.embeddings(tokens, training)
+        x0 = self.input_states(token_embeddings, rows, signs, self.sign_pool, self.ngram_mix)
         x = x0.view_as(x0)        # not x0 itself: the first block would get one tensor twice (see Kernels)
         for layer, block in zip(self.layers, self.blocks):
             ve = None if layer.value_table is None else value_embeddings[layer.value_table]
