@@ -194,8 +194,8 @@ CHOICES: dict[str, tuple[str, ...]] = dict(
 RESUME_MAY_CHANGE = {         # by a resumed run; the data itself is compared
     "preset", "train_files", "val_files", "max_epochs", "micro_rows", "val_tokens", "val_overlap",
     "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs",
-    "deterministic", "log_dir", "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume",
-    "self_check"}
+    "deterministic", "log_dir", "log_every_steps", "profile_steps", "checkpoint_every_steps",
+    "checkpoint_dir", "resume", "self_check"}
 MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
@@ -454,7 +454,8 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     if graphs == "on" and not can_record:
         raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
     return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   triton=on_gpu and compiled, graphs=can_record and graphs != "off", dtype=torch.bfloat16 if on_gpu else torch.float32)
+                   triton=on_gpu and compiled, graphs=can_record and graphs != "off",
+                   dtype=torch.bfloat16 if on_gpu else torch.float32)
 
 
 class Recorder:
@@ -464,7 +465,7 @@ class Recorder:
     the record's own and replay it. Results are the same tensors each time, with new contents: who needs them
     after the next call clones them. What function reads and writes besides must stay where it is in memory.
     A record freezes each address and each Python number. So a number that changes from call to call must be
-    an input, a 0-D tensor. Not allowed in a record: looks at values (.item(), if), collectives, randomness."""
+    an input, a 0-D tensor. Not allowed in it: looks at values (.item(), if), collectives, random numbers."""
     def __init__(self, function: Callable, device: torch.device, is_recording: bool):
         self.function, self.device, self.is_recording = function, device, is_recording
         self.records = {}                  # None: called once; then (graph, its inputs, its results)
@@ -560,38 +561,76 @@ X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(mod
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
 G_SCALE = 8192.0        # e5m2 holds gradients up to 7; they are at most cap / (4 width), 0.77 for the record
 
-def softmax_gradient(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
-                     cap_shift_width: tuple[float, float, float], further: Tensor | None = None,
-                     further_weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses of mixed_cross_entropy [T], softmax_share [T], gradient by logits [T, V], all in fp32.
-    Per position, with z = softcap(logits) and p = softmax(z)[target]:
-        L = -log(e^log_lm p + e^log_copy)        softmax_share = e^log_lm p / (e^log_lm p + e^log_copy)
-        dL/dlog_lm = -softmax_share              dL/dlog_copy = softmax_share - 1
-        dL/dlogits = softmax_share (softmax(z) - onehot(target)) z (1 - z / cap) / width
-    A further target adds the like to dL/dlogits, with its weight in place of softmax_share."""
+def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
+                   cap_shift_width: tuple[float, float, float], further_weights: Tensor | None):
+    """Losses of mixed_cross_entropy [T]; what logits_gradient wants besides the logits [T, V]: logsumexp [T]
+    and shares [K, T]. targets: [K, T], K - 1 further ones. Per position, with p = softmax(softcap(logits)):
+        L = -log(e^log_lm p[target] + e^log_copy)    share = e^log_lm p[target] / (that sum) = -dL/dlog_lm
+    The share of a further target is its weight. Missing targets have none."""
+    cap = cap_shift_width[0]
+    logsumexp = (softcap(logits, cap_shift_width) - cap).exp().sum(1).log() + cap    # no maximum is needed
+    target_logits = logits.gather(1, targets.clamp(min=0).long().t()).t()
+    log_p, has_target = softcap(target_logits, cap_shift_width) - logsumexp, (targets >= 0).float()
+    log_mixture = torch.logaddexp(log_lm + log_p[0], log_copy)
+    losses = -log_mixture * has_target[0]
+    shares = (log_lm + log_p[0] - log_mixture).exp()[None]
+    if further_weights is not None:
+        losses = losses - (further_weights[:, None] * log_p[1:] * has_target[1:]).sum(0)
+        shares = torch.cat((shares, further_weights[:, None].expand_as(log_p[1:])))
+    return losses, logsumexp, shares * has_target
+
+
+def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, shares: Tensor,
+                    cap_shift_width: tuple[float, float, float]) -> Tensor:
+    """fp32 [T, V]: with z = softcap(logits), the sum of share (softmax(z) - onehot(target)) over the targets
+    [K, T], times dz/dlogits = z (1 - z / cap) / width."""
     cap, _, width = cap_shift_width
-    z = softcap(logits, cap_shift_width)
-    logsumexp = (z - cap).exp().sum(1).log() + cap      # z <= cap: no maximum is needed
+    z, ids = softcap(logits, cap_shift_width), torch.arange(logits.size(1), device=logits.device)
+    grad = (z - logsumexp[:, None]).exp() * shares.sum(0)[:, None]
+    for target, share in zip(targets, shares):
+        grad = grad - torch.where(ids == target[:, None], share[:, None], 0.0)
+    return grad * z * (1 - z / cap) / width
 
-    def log_p(targets: Tensor) -> Tensor:
-        target_logits = logits.gather(1, targets.clamp(min=0).long()[:, None])[:, 0]
-        return softcap(target_logits, cap_shift_width) - logsumexp
 
-    has_target = (targets >= 0).float()
-    log_softmax_part = log_lm + log_p(targets)
-    log_mixture = torch.logaddexp(log_softmax_part, log_copy)
-    softmax_share = (log_softmax_part - log_mixture).exp() * has_target
-    losses, shares = -log_mixture * has_target, [(targets, softmax_share)]
-    if further is not None:
-        for more_targets, weight in zip(further, further_weights):
-            share = weight * (more_targets >= 0).float()
-            losses = losses - share * log_p(more_targets)
-            shares.append((more_targets, share))
-    grad = (z - logsumexp[:, None]).exp() * sum(share for _, share in shares)[:, None]
-    ids = torch.arange(logits.size(1), device=logits.device)
-    for which, share in shares:
-        grad = grad - torch.where(ids == which[:, None], share[:, None], 0.0)
-    return losses, softmax_share, grad * z * (1 - z / cap) / width
+TILE = 32, 128          # of logits; their numbers of rows and columns are multiples of it
+
+if triton is not None:
+    @triton.jit
+    def hardware_tanh(x):
+        """By one instruction, with 11 bits: e5m2 has 3."""
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32,
+                                         is_pure=True, pack=1)
+
+    @triton.jit
+    def logits_gradient_kernel(logits, logsumexp, targets, shares, grad, grad_t, T, V, K: tl.constexpr,
+                               CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
+                               SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """A program makes one tile, and its transpose. With t = tanh((logit + shift) / (2 width)):
+        z = cap (1 + t) / 2, dz/dlogit = cap (1 - t^2) / (4 width)."""
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        place = row.to(tl.int64)[:, None] * V + column[None, :]
+        t = hardware_tanh((tl.load(logits + place).to(tl.float32) + SHIFT) * (0.5 / WIDTH))
+        p = tl.exp((0.5 * CAP) * (1 + t) - tl.load(logsumexp + row)[:, None])
+        total, of_targets = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in tl.static_range(K):
+            target, share = tl.load(targets + k * T + row), tl.load(shares + k * T + row)
+            total += share
+            of_targets += tl.where(target[:, None] == column[None, :], share[:, None], 0.0)
+        tile = (total[:, None] * p - of_targets) * (1 - t * t) * (SCALE * CAP / (4 * WIDTH))
+        tile = tile.to(grad.dtype.element_ty)
+        tl.store(grad + place, tile)
+        tl.store(grad_t + column.to(tl.int64)[:, None] * T + row[None, :], tl.trans(tile))
+
+
+def fast_logits_gradient(logits, logsumexp, targets, shares, cap_shift_width, scale: float, dtype):
+    """scale times logits_gradient in dtype, and its transpose, on an NVIDIA GPU."""
+    (T, V), (cap, offset, width), (rows, columns) = logits.shape, cap_shift_width, TILE
+    grad, grad_t = (torch.empty(shape, dtype=dtype, device=logits.device) for shape in ((T, V), (V, T)))
+    logits_gradient_kernel[T // rows, V // columns](
+        logits, logsumexp, targets, shares, grad, grad_t, T, V, K=len(targets), CAP=cap, SHIFT=offset,
+        WIDTH=width, SCALE=scale, ROWS=rows, COLUMNS=columns, num_warps=8)
+    return grad, grad_t
 
 
 def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
@@ -604,17 +643,23 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), fast_sums=True)
     else:
         logits = F.linear(x, w)
-    losses, softmax_share, grad = softmax_gradient(logits, targets, log_lm, log_copy, cap_shift_width,
-                                                   further, further_weights)
-    if fp8:
-        g8 = (grad * G_SCALE).to(torch.float8_e5m2)
-        g8_t = g8.t().contiguous()
-        dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
-        dw = fp8_matmul(g8_t, x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+    all_targets = targets[None] if further is None else torch.cat((targets[None], further))
+    weights = None if further is None else further_weights
+    losses, logsumexp, shares = softmax_losses(logits, all_targets, log_lm, log_copy, cap_shift_width,
+                                               weights)
+    softmax = logits, logsumexp, all_targets, shares, cap_shift_width
+    if fp8 and logits.is_cuda and len(x) % TILE[0] == len(w) % TILE[1] == 0:
+        grad, grad_t = fast_logits_gradient(*softmax, G_SCALE, torch.float8_e5m2)
     else:
-        grad = grad.to(x.dtype)
-        dx, dw = grad @ w, grad.t() @ x
-    return losses.sum(), dx, dw, -softmax_share, softmax_share - (targets >= 0).float()
+        grad = logits_gradient(*softmax)
+        grad = (grad * G_SCALE).to(torch.float8_e5m2) if fp8 else grad.to(x.dtype)
+        grad_t = grad.t()
+    if fp8:
+        dx = fp8_matmul(grad, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
+        dw = fp8_matmul(grad_t.contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+    else:
+        dx, dw = grad @ w, grad_t @ x
+    return losses.sum(), dx, dw, -shares[0], shares[0] - (targets >= 0).float()
 
 
 class HeadLoss(torch.autograd.Function):
@@ -1533,7 +1578,10 @@ class GPT(nn.Module):
         c, w = self.config, self.head
         if view.candidates:
             ids, columns = candidate_set(targets, len(w), view.candidates, start=row * view.candidates)
-            w = w.index_select(0, ids)
+            if view.training and self.kernels.triton:        # ids are distinct, so in any order
+                w = FastEmbedding.apply(w, ids, slice(None), (ids, torch.arange(len(ids), device=ids.device)))
+            else:
+                w = w.index_select(0, ids)
             targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
             if further is not None:
                 further = torch.where(further < 0, -1, columns[further.clamp(min=0).long()])

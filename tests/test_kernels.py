@@ -450,13 +450,17 @@ def test_the_mass_by_compiled_flex_attention_equals_the_dense_one_on_a_gpu(tg):
 
 
 @pytest.mark.gpu
-def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg):
+@pytest.mark.parametrize("num_further", (0, 2))
+def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg, num_further):
+    """By the kernel, and (for a number of rows that it doesn't take) by the reference."""
     if not tg.choose_kernels(torch.device("cuda", 0)).fp8:
         pytest.skip("this GPU has no fp8")
-    case = [t.cuda() for t in head_case(torch.bfloat16, T=512, K=256, V=1024)]
-    wanted = tg.head_gradients(*case, SOFTCAP, False)
-    for run in (tg.head_gradients, torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)):
-        loss, dx, dw, *_ = run(*case, SOFTCAP, True)
+    compiled = torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)
+    for T, run in ((512, tg.head_gradients), (512, compiled), (528, tg.head_gradients)):
+        case = [t.cuda() for t in head_case(torch.bfloat16, T=T, K=256, V=1024)]
+        more = [t.cuda() for t in further_case(T, 1024)] if num_further else []
+        loss, dx, dw, *_ = run(*case, SOFTCAP, True, *more)
+        wanted = tg.head_gradients(*case, SOFTCAP, False, *more)
         assert error(loss, wanted[0]) < 2e-3 and error(dx, wanted[1]) < 0.09 and error(dw, wanted[2]) < 0.09
 
 
