@@ -653,12 +653,12 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
     else:
         grad = logits_gradient(*softmax)
         grad = (grad * G_SCALE).to(torch.float8_e5m2) if fp8 else grad.to(x.dtype)
-        grad_t = grad.t()
+        grad_t = grad.t().contiguous()
     if fp8:
         dx = fp8_matmul(grad, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
-        dw = fp8_matmul(grad_t.contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+        dw = fp8_matmul(grad_t, x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
     else:
-        dx, dw = grad @ w, grad_t @ x
+        dx, dw = grad @ w, grad.t() @ x
     return losses.sum(), dx, dw, -shares[0], shares[0] - (targets >= 0).float()
 
 
@@ -744,10 +744,11 @@ def fast_run_sums(ordered: Tensor, place: Tensor, grads: Tensor, add_to: Tensor 
     """run_sums on a GPU. With add_to [V, C], which may be columns of a wider tensor, the sum of each id's
     gradients is added to its row there instead: a token has many gradients, an n-gram mostly one."""
     (M, C), out = grads.shape, torch.empty_like(grads) if add_to is None else add_to
-    rows, columns = (8, 1024) if add_to is None else (32, 256)
+    rows, columns = (4, 1024) if add_to is None else (32, 256)
     columns = min(columns, triton.next_power_of_2(C))
-    run_sums_kernel[M, triton.cdiv(C, columns)](ordered, place, grads, out, M, C, grads.stride(0),
-                                                out.stride(0), ADD=add_to is not None, ROWS=rows, COLUMNS=columns)
+    run_sums_kernel[M, triton.cdiv(C, columns)](
+        ordered, place, grads, out, M, C, grads.stride(0), out.stride(0), ADD=add_to is not None,
+        ROWS=rows, COLUMNS=columns)
     return out
 
 
@@ -761,7 +762,7 @@ class FastEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        fast_run_sums(*ctx.order, grad.flatten(0, -2), ctx.weight.grad[:, ctx.columns])
+        fast_run_sums(*ctx.order, grad.flatten(0, -2).contiguous(), ctx.weight.grad[:, ctx.columns])
         return None, None, None, None
 
 
