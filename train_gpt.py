@@ -409,8 +409,9 @@ def find_compiler() -> str | None:
 # ----------------------------------------------------------------------------------------------------------------------
 # 3. Kernels
 # The mathematics that hardware cares about: each piece has a plain reference, at most one fast path, and one
-# switch (Kernels). In order: the switch, orthogonalisation (for Muon), the output head's loss, the sample
-# of ids for that loss, masks, attention. Usually changed: orthogonalisation, softcap, what a query may see.
+# switch (Kernels). In order: the switch, CUDA graphs, orthogonalisation (for Muon), the output head's loss,
+# the sample of ids for that loss, sums of gradients by id, masks, attention. Usually changed:
+# orthogonalisation, softcap, what a query may see.
 
 # Shapes: B rows, T positions, H heads, D head width, E model width, V padded vocabulary,
 #         N matrices with sides R x C, n blocks in a row.
@@ -1137,7 +1138,7 @@ class RowBank(Bank):
         (self.name, self.table), = group.params.items()
         self.group, self.world, self.steps = group, world, 0
         self.weight = self.master = self.table.data
-        self.state, self.run_sums = RULES[group.kind].state(self.weight), run_sums
+        self.state = RULES[group.kind].state(self.weight)
         self.width = round_up(self.table.size(1), world.size) // world.size     # of a rank's columns
 
     def reduce(self) -> list:
@@ -1208,16 +1209,15 @@ class RowBank(Bank):
 class Optimizer:
     """All banks. step() overlaps each bank's communication with its neighbours' updates."""
     def __init__(self, groups: list[Group], world: World, compiled: bool):
-        self.banks = []
+        self.banks, self.updates = [], {}
         for group in groups:
             check_group(group)
             bank_class = RowBank if RULES[group.kind].layout == "table" else DenseBank
             self.banks.append(bank_class(group, world))
-        self.updates = {kind: rule.update for kind, rule in RULES.items()}
-        if compiled:
-            for bank in self.banks:
-                bank.run_sums = fast_run_sums            # only a RowBank calls it
-            for kind, rule in RULES.items():
+            self.banks[-1].run_sums = fast_run_sums if compiled else run_sums      # only a RowBank calls it
+        for kind, rule in RULES.items():
+            self.updates[kind] = rule.update
+            if compiled:
                 dynamic = rule.layout != "matrices"      # one graph for all lengths; else one for each shape
                 self.updates[kind] = torch.compile(rule.update, dynamic=dynamic, fullgraph=True)
 
