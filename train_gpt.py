@@ -1096,7 +1096,7 @@ def matching_files(pattern: str, what: str) -> list[str]:
 
 def find_shards(patterns: str, what: str) -> list[str]:
     """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when
-    there are none. A comma may belong to a name: all texts in one, else the fewest that match, make a pattern."""
+    there are none. A comma may belong to a name: all in one, else the fewest that match, are one pattern."""
     texts, names = patterns.split(","), set()
     while texts:
         for count in (len(texts), *range(1, len(texts))):
