@@ -1423,7 +1423,7 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
 # 6. Data
 # Shards become one stream of tokens, the stream becomes rows. A document begins at its mark, the id eod_id. A
 # row is row_tokens inputs with their targets. A piece is what a row holds of one document; the model calls it
-# a segment, and none sees another. Adjoining pieces of a row are one span (start, stop).
+# a segment, and none sees another. Adjoining pieces of a row are one span (start, stop) of the stream.
 # Everything here takes plain numbers.
 
 SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
@@ -1475,8 +1475,8 @@ def matching_files(pattern: str, what: str) -> list[str]:
 
 
 def find_shards(patterns: str, what: str) -> list[str]:
-    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when there
-    are none. A comma may belong to a name: all texts in one, else the fewest that match, make a pattern."""
+    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when
+    there are none. A comma may belong to a name: all in one, else the fewest that match, are one pattern."""
     texts, names = patterns.split(","), set()
     while texts:
         for count in (len(texts), *range(1, len(texts))):
