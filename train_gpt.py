@@ -98,8 +98,8 @@ class Config:
     vocab_size: int = setting(50_257, "ids in use; dataset.json beside the shards overrides it", 1, 2 ** 16)
     eod_id: int = setting(50_256, "the token that stands before every document")
     # Length and batch
-    num_steps: int = setting(1216, "updates of the weights", 1, 999_999)
-    batch_tokens: int = setting(524_288, "tokens of the largest step over all ranks", 1, 2 ** 26)
+    num_steps: int = setting(1800, "updates of the weights", 1, 999_999)
+    batch_tokens: int = setting(393_216, "tokens of the largest step over all ranks", 1, 2 ** 26)
     stages: str = setting("record", "table in room 7: batch, window and more over the run")
     row_tokens: int = setting(16_384, "documents are packed into rows of so many", 8, 2 ** 24)
     micro_rows: int = setting(1, "rows in one forward pass at most; auto or 0 = what memory allows")
@@ -111,13 +111,14 @@ class Config:
     target_loss: float = setting(3.28, "stop and say so when validation reaches it; 0 = run to the end")
     # Model
     model_dim: int = setting(768, "width of the residual stream", 16, 2 ** 24)
-    num_layers: int = setting(11, "blocks, each of attention and an MLP", 1, 1000)
+    num_layers: int = setting(11, "blocks of attention and an MLP", 1, 1000)
     num_heads: int = setting(6, "of attention", 1, 2 ** 24)
     head_dim: int = setting(128, "of the values", 8, 2 ** 24)
     qk_dim: int = setting(128, "of queries and keys", 8, 2 ** 24)
     mlp_dim: int = setting(3072, "width of the hidden layer of an MLP", 1, 2 ** 24)
     long_layers: tuple[int, ...] = setting((3, 10), "layers that see the whole window; others see half of it")
-    value_layers: tuple[int, ...] = setting((1, 2, 8, 9, 10), "layers with a value embedding of their own")
+    no_attention_layers: tuple[int, ...] = setting((4, 6, 8), "layers that are an MLP only")
+    value_layers: tuple[int, ...] = setting((1, 2, 9, 10), "layers with a value embedding of their own")
     copy_dim: int = setting(128, "of the copy pointer's queries and keys", 8, 2 ** 24)
     table_rows: int = setting(4_194_301, "hashed rows for each order, a prime; 1 is as good as none", low=1)
     table_orders: tuple[int, ...] = setting((2, 3), "n of the n-grams in the hashed table", 1, 4)
@@ -125,11 +126,11 @@ class Config:
     attention_scale: float = setting(0.1, "factor of query times key before the softmax")
     softcap: tuple[float, ...] = setting((23.0, 5.0, 7.5), "cap, shift, width of the logits' softcap")
     # Optimizer; betas and decays stand in the table of param_groups
-    lr_matrix: float = setting(0.039, "NorMuon, hidden matrices")
-    lr_embed: float = setting(0.85, "Adam, token and value embeddings")
-    lr_head: float = setting(0.0113, "Adam, output head and gates")
-    lr_scalar: float = setting(0.056, "Adam, mixing scalars")
-    lr_table: float = setting(1.2, "row-wise RMS steps, hashed n-gram table")
+    lr_matrix: float = setting(0.038, "NorMuon, hidden matrices")
+    lr_embed: float = setting(0.0098, "Adam, token embeddings, which are the output head too, and gates")
+    lr_value: float = setting(0.74, "Adam, value embeddings")
+    lr_scalar: float = setting(0.0485, "Adam, mixing scalars")
+    lr_table: float = setting(1.04, "row-wise RMS steps, hashed n-gram table")
     cooldown_frac: float = setting(0.8, "last part of the run with a linearly falling rate", high=1)
     lr_floor: float = setting(0.3, "the rate it falls to, relative")
     ema_frac: float = setting(0.25, "last part of the run, whose weights are averaged", high=1)
@@ -164,19 +165,23 @@ PRESETS: dict[str, dict] = {
     "sprint": dict(            # small batches of one size, and rates to match
         num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2,
         val_tokens=2 ** 21, target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3),
-        value_layers=(3,), lr_matrix=0.0195, lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.6),
+        no_attention_layers=(), value_layers=(3,), lr_matrix=0.0195, lr_embed=0.0057, lr_value=0.424,
+        lr_scalar=0.028, lr_table=0.6),
     "demo": dict(              # bytes of English prose, two minutes on a CPU
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16,
         val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0,
         model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512,
-        long_layers=(1, 3), value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4),
-        block_tokens=32, softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8,
+        long_layers=(1, 3), no_attention_layers=(), value_layers=(0, 2, 3), table_rows=65_521,
+        table_orders=(2, 3, 4), block_tokens=32, softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_embed=0.04,
+        lr_value=0.85, lr_scalar=0.056, lr_table=0.8,
         checkpoint_every_steps=10 ** 6),
     "tiny": dict(              # three steps of a model for tests
         num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
         val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
-        copy_dim=32, mlp_dim=128, long_layers=(0,), value_layers=(0, 2), table_rows=1021, block_tokens=16),
+        copy_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(1,), value_layers=(0, 2),
+        table_rows=1021, block_tokens=16, lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85, lr_scalar=0.056,
+        lr_table=1.2),
 }
 CHOICES: dict[str, tuple[str, ...]] = dict(
     preset=tuple(PRESETS), stages=("record", "sprint"),          # the names of STAGES, which room 7 holds
@@ -254,12 +259,13 @@ def numbers_of(value) -> tuple:
 
 def num_parameters(c: Config) -> int:
     """How many parameters the model has, but for the few of gates, scalars, copy pointer and padding."""
-    embedding_and_head = 2 * c.padded_vocab * c.model_dim
+    embedding = c.padded_vocab * c.model_dim              # the output head is the same matrix
     value_embeddings = len(c.value_layers) * c.padded_vocab * c.num_heads * c.head_dim
     ngram_table = len(c.table_orders) * c.table_rows * c.model_dim
+    num_attentions = c.num_layers - len(set(c.no_attention_layers))
     attention = 2 * c.model_dim * c.num_heads * (c.qk_dim + c.head_dim)
     mlp = 2 * c.model_dim * c.mlp_dim
-    return embedding_and_head + value_embeddings + ngram_table + c.num_layers * (attention + mlp)
+    return embedding + value_embeddings + ngram_table + num_attentions * attention + c.num_layers * mlp
 
 
 def check_config(c: Config) -> None:
@@ -273,7 +279,7 @@ def check_config(c: Config) -> None:
         for number in numbers_of(getattr(c, f.name)):
             need(low <= number <= high, f.name, f"a finite number from {low} to {high}")
     for key, other in (("eod_id", "vocab_size"), ("val_overlap", "row_tokens"), ("long_layers", "num_layers"),
-                       ("value_layers", "num_layers")):
+                       ("value_layers", "num_layers"), ("no_attention_layers", "num_layers")):
         highest = getattr(c, other) - 1
         for number in numbers_of(getattr(c, key)):
             need(number <= highest, key, f"a finite number from 0 to {other} - 1 = {highest}")
@@ -283,6 +289,9 @@ def check_config(c: Config) -> None:
     need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4")          # rotary turns pairs in half of each head
     need(c.model_dim % 16 == 0, "model_dim", "a multiple of 16")  # fp8's matrix units
     need(c.row_tokens % 16 == 0, "row_tokens", "a multiple of 16")
+    without_attention = set(c.no_attention_layers)
+    need(not without_attention & set(c.long_layers), "long_layers", "none of no_attention_layers")
+    need(not without_attention & set(c.value_layers), "value_layers", "none of no_attention_layers")
     need(len(c.table_orders) > 0, "table_orders", "at least one number")
     need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
     cap, _, width = c.softcap
@@ -1094,7 +1103,7 @@ class Optimizer:
 
 class Layer(NamedTuple):
     """What tells one layer from another: a row of layer_table."""
-    attention: str               # "long" (the whole window, offset keys) or "short" (half of the window)
+    attention: str               # "long" (the whole window, offset keys), "short" (half of it) or "none"
     value_table: int | None      # number of the value embedding that is mixed into its values
 
 
@@ -1103,6 +1112,8 @@ def layer_table(c: Config) -> list[Layer]:
     layers = []
     for i in range(c.num_layers):
         attention = "long" if i in c.long_layers else "short"
+        if i in c.no_attention_layers:
+            attention = "none"
         value_table = c.value_layers.index(i) if i in c.value_layers else None
         layers.append(Layer(attention, value_table))
     return layers
@@ -1219,10 +1230,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x <- a x + b x0; x <- x + attention(norm x); x <- x + W2 relu(W1 norm x)^2 (So et al. 2021)."""
-    def __init__(self, c: Config, dtype: torch.dtype):
+    """x <- a x + b x0; x <- x + attention(norm x); x <- x + W2 relu(W1 norm x)^2 (So et al. 2021).
+    Some layers of deep models are better without attention: time for more steps (record 92)."""
+    def __init__(self, c: Config, dtype: torch.dtype, has_attention: bool):
         super().__init__()
-        self.attention = Attention(c, dtype)
+        self.attention = Attention(c, dtype) if has_attention else None
         self.up = matrix(c.mlp_dim, c.model_dim, dtype=dtype)
         self.down = nn.Parameter(torch.zeros(c.mlp_dim, c.model_dim, dtype=dtype))      # stored transposed
         self.mlp_scale = scalars(1.0)       # of W2
@@ -1230,7 +1242,8 @@ class Block(nn.Module):
 
     def forward(self, x, x0, ve, mask, rotary):
         x = self.mix[0] * x + self.mix[1] * x0
-        x = x + self.attention(norm(x), ve, mask, rotary)
+        if self.attention is not None:
+            x = x + self.attention(norm(x), ve, mask, rotary)
         hidden = F.relu(F.linear(norm(x), self.up)).square()
         return x + hidden @ (self.down * self.mlp_scale)
 
@@ -1278,7 +1291,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.kernels, self.layers = c, kernels, layer_table(c)
         dtype, width = kernels.dtype, c.num_heads * c.head_dim
-        self.embed = nn.Parameter(torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
+        # One matrix embeds tokens and is the output head; it is read normed, so its size is the head's
+        self.embed = nn.Parameter(0.005 * torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
         value_embeds = torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype)
         self.value_embeds = nn.Parameter(value_embeds.mul_(0.01))       # all layers' side by side: one gather
         num_rows = len(c.table_orders) * c.table_rows + 1
@@ -1289,8 +1303,7 @@ class GPT(nn.Module):
         self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
         self.ngram_mix = scalars(0.05)
         self.pointer = Pointer(c, dtype)
-        self.blocks = nn.ModuleList(Block(c, dtype) for _ in self.layers)
-        self.head = nn.Parameter(torch.zeros(c.padded_vocab, c.model_dim, dtype=dtype))
+        self.blocks = nn.ModuleList(Block(c, dtype, layer.attention != "none") for layer in self.layers)
         self.rotary: dict[int, Rotary] = {}        # by row length; not saved
         self.input_states = input_states
         self.head_gradients, self.cross_entropy = head_gradients, mixed_cross_entropy
@@ -1331,7 +1344,7 @@ class GPT(nn.Module):
         x = x0.view_as(x0)        # not x0 itself: the first block would get one tensor twice (see Kernels)
         for layer, block in zip(self.layers, self.blocks):
             ve = None if layer.value_table is None else value_embeddings[layer.value_table]
-            x = block(x, x0, ve, masks[layer.attention], self.rotary[T])
+            x = block(x, x0, ve, masks.get(layer.attention), self.rotary[T])
         return norm(x)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None, view: View) -> Tensor:
@@ -1340,7 +1353,7 @@ class GPT(nn.Module):
         x = self.hidden(tokens_BT, segments, masks, view.training)
         if targets_BT is not None:
             return self.loss(x, tokens_BT, targets_BT, masks["long"], view)
-        log_p = softcap(F.linear(x, self.head), self.config.softcap).log_softmax(-1)
+        log_p = softcap(F.linear(x, self.embed), self.config.softcap).log_softmax(-1)
         window = torch.full_like(segments[0, 0], view.window)
         dense = dense_mask(segments, window, self.config.block_tokens).dense
         return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense)
@@ -1361,7 +1374,7 @@ class GPT(nn.Module):
 
     def row_loss(self, x_TE: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, row: int):
         """Loss of one row: [T, E], [T] thrice -> scalar, over all ids or over candidates of its own."""
-        c, w = self.config, self.head
+        c, w = self.config, self.embed
         if view.candidates:
             ids, columns = candidate_set(targets, len(w), view.candidates, start=row * view.candidates)
             w = w.index_select(0, ids)
@@ -1391,16 +1404,15 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
     # table
     families = (
         #      name            kind    pattern              lr               betas        eps    decay  ema   matmul
-        Family("embed",        "adam", r"embed",            c.lr_embed,      (.75, .98),  1e-10, .025, True,  False),
-        Family("value_embeds", "adam", r"value_embeds",     c.lr_embed,      (.75, .98),  1e-10, .025, False, False),
-        Family("head",         "adam", r"head",             c.lr_head,       (.5, .98),   1e-10, .75,  True,  True),
+        Family("embed",        "adam", r"embed",            c.lr_embed,      (.5, .99),   1e-10, .75,  True,  True),
+        Family("value_embeds", "adam", r"value_embeds",     c.lr_value,      (.75, .99),  1e-10, .025, False, False),
         Family("scalars",      "adam", r".*(mix|scales?)",  c.lr_scalar,     (.9, .99),   1e-10, 0.,   False, False),
-        Family("gates",        "adam", r".*gates",          c.lr_head,       (.9, .99),   1e-10, .005, False, False),
-        Family("copy_qk",      "muon", r".*copy_qk",        c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
-        Family("qk",           "muon", r".*\.qk",           c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
-        Family("value_out",    "muon", r".*\.(value|out)",  c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
-        Family("mlp_up",       "muon", r".*\.up",           c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
-        Family("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .9),  None,  1.2,  True,  True),
+        Family("gates",        "adam", r".*gates",          c.lr_embed,      (.9, .99),   1e-10, .005, False, False),
+        Family("copy_qk",      "muon", r".*copy_qk",        c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Family("qk",           "muon", r".*\.qk",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Family("value_out",    "muon", r".*\.(value|out)",  c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Family("mlp_up",       "muon", r".*\.up",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Family("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .95), None,  1.2,  True,  True),
         Family("ngrams",       "rows", r"ngrams",           c.lr_table,      (None, .95), 1e-15, .025, False, False))
     # end of table
     params = {family.name: {} for family in families}
@@ -1751,8 +1763,8 @@ class Stage(NamedTuple):
 STAGES: dict[str, tuple[Stage, ...]] = {
     "record": (
         #     until  clip  window candidates share
-        Stage(0.200, 896,  3,     0.2,       0.25),
-        Stage(0.667, 2048, 7,     0.2,       0.5),
+        Stage(0.200, 896,  3,     0.2,       1 / 3),
+        Stage(0.667, 2048, 7,     0.2,       2 / 3),
         Stage(0.920, 2048, 11,    0.2,       1.0),
         Stage(1.000, 2048, 13,    0.0,       1.0)),
     "sprint": (
