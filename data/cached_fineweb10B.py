@@ -70,7 +70,7 @@ def run(argv):
         print(f"error: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
-        print("stopped; run again to go on where it was", file=sys.stderr)
+        print("stopped; run again to get what is missing", file=sys.stderr)
         code = 130
     sys.stdout.flush()
     sys.stderr.flush()

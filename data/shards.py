@@ -20,11 +20,11 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 TOKEN_BYTES = 2
 MAX_VOCAB_SIZE = 1 << 16        # ids are uint16
+GPT2_MAX_ID = 50256
 MAX_SHARD_TOKENS = 2**31 - 1    # the count is an int32
 DATASET_FORMAT = 1
 DATASET_FILE = "dataset.json"
 TEMP_SUFFIX = ".tmp"
-COPY_BYTES = 1 << 22
 
 AGAIN = "delete and download again (or make it again)"
 
@@ -79,6 +79,8 @@ def check_header(path, head, size):
                              "data/fineweb.py")
         if int(np.frombuffer(head[:4], dtype=">i4")[0]) == MAGIC:
             raise ShardError(f"{found}: byte order is big-endian; write little-endian shards")
+        if np.frombuffer(head[:HEADER_BYTES], dtype="<u2").max() <= GPT2_MAX_ID:
+            raise ShardError(f"{found}: raw 16-bit tokens without a header? data/README.md says how to add one")
         raise ShardError(f"{found}: not a token shard; check the file name or pattern")
     expected = HEADER_BYTES + TOKEN_BYTES * tokens
     if tokens < 0:
@@ -113,11 +115,8 @@ def read_tokens(path):
 
 def sha256_file(path):
     """Hex sha256 of a whole file, header included."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(COPY_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -192,16 +191,16 @@ class ShardWriter:
     final names, `discard()` removes everything that has none yet. Memory: what one append brings.
     """
 
-    def __init__(self, folder, name, shard_tokens, temp_suffix=TEMP_SUFFIX):
+    def __init__(self, folder, name, shard_tokens):
         if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
             raise ShardError(f"shard size {shard_tokens:,} tokens, expected 1 to {MAX_SHARD_TOKENS:,}")
-        self.folder, self.name, self.shard_tokens, self.temp_suffix = Path(folder), name, shard_tokens, temp_suffix
+        self.folder, self.name, self.shard_tokens = Path(folder), name, shard_tokens
         self.shards = []                # rows of dataset.json: file, tokens, sha256
         self.tokens = 0
         self._file, self._held = None, 0
 
     def _temp(self, name):
-        return self.folder / (name + self.temp_suffix)
+        return self.folder / (name + TEMP_SUFFIX)
 
     def append(self, tokens):
         ids = as_ids(tokens)
@@ -232,22 +231,6 @@ class ShardWriter:
         if self._file is not None:
             self._close()
         return self.shards
-
-    def read_back(self, sizes):
-        """After finish(): yield for each of `sizes` (tokens, in order) an iterator of arrays; take each to its end."""
-        shards = iter(self.shards)
-        rest = np.zeros(0, dtype="<u2")
-
-        def part(size):
-            nonlocal rest
-            while size:
-                if not len(rest):
-                    rest = read_tokens(self._temp(next(shards)["file"]))
-                yield rest[:size]
-                taken = min(size, len(rest))
-                rest, size = rest[taken:], size - taken
-
-        return map(part, sizes)
 
     def commit(self):
         for shard in self.finish():
@@ -314,7 +297,7 @@ def read_dataset(folder):
         if os.path.lexists(path) and not os.path.isfile(path):
             raise ShardError(f"{path}: can't be read (no plain file, or a link to nothing); make the data set again "
                              "or remove it")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")         # editors on Windows put a byte order mark first
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
