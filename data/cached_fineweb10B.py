@@ -52,9 +52,9 @@ def main(argv):
     wanted = remotes(args.count)
     missing = hub.fetch_all(wanted, args.out, args.jobs, check=shards.read_header)
     if missing:
-        print(f"error: {missing} of {len(wanted)} files are missing in {args.out}; run again to go on", file=sys.stderr)
+        hub.say(f"error: {missing} of {len(wanted)} files are missing in {args.out}; run again to go on")
         return 1
-    print(f"{args.out}: all {len(wanted)} files are there (validation + {args.count} training shards)")
+    shards.tell(f"{args.out}: all {len(wanted)} files are there (validation + {args.count} training shards)")
     return 0
 
 
@@ -64,16 +64,15 @@ def run(argv):
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
+    shards.open_console()
     try:
         code = main(argv)
     except (hub.HubError, shards.ShardError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        hub.say(f"error: {error}")
         code = 1
     except KeyboardInterrupt:
-        print("stopped; run again to get what is missing", file=sys.stderr)
+        hub.say("stopped; run again to get what is missing")
         code = 130
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)      # threads may still wait for the network; what they had is on disk and is checked next time
 
 

@@ -95,7 +95,7 @@ def main(argv):
             documents, args, args.out, meter, how=how, split=split, seed=0, hash_order=False,
             train_name=lambda index: f"fineweb_train_{index + 1:06d}.bin", val_name="fineweb_val_{:06d}.bin".format)
     except hub.HubError as error:
-        print(f"error: {error}", file=sys.stderr)
+        hub.say(f"error: {error}")
         return 1
 
 

@@ -67,7 +67,7 @@ def client():
 
 
 def say(line):
-    print(line, file=sys.stderr)
+    shards.tell(line, sys.stderr)
 
 
 def is_offline():
@@ -187,7 +187,7 @@ def take_offline(remote, folder, check):
         checked(check, target, remote)
     else:
         raise HubError(f"{remote.name}: neither here nor in the hub cache, and HF_HUB_OFFLINE is set")
-    print(f"{target}: taken without a checksum (HF_HUB_OFFLINE is set)")
+    shards.tell(f"{target}: taken without a checksum (HF_HUB_OFFLINE is set)")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def fetch_all(remotes, folder, jobs=4, check=None):
     folder = Path(folder)
     wanted = [remote for remote in remotes if not is_whole(folder / remote.name, remote)]
     if len(remotes) > len(wanted):
-        print(f"{folder}: {len(remotes) - len(wanted)} of {len(remotes)} files are whole already")
+        shards.tell(f"{folder}: {len(remotes) - len(wanted)} of {len(remotes)} files are whole already")
     if not wanted:
         return 0
     with partial_folder(folder):
@@ -300,7 +300,7 @@ def fetch_all(remotes, folder, jobs=4, check=None):
                 missing += 1
             elif matches(folder / remote.name, result):
                 remember(folder / remote.name, remote, result)
-                print(f"{folder / remote.name}: whole already, sha256 as the hub says")
+                shards.tell(f"{folder / remote.name}: whole already, sha256 as the hub says")
             else:
                 facts[remote] = result
         need, free = sum(x.size for x in facts.values()), shutil.disk_usage(folder).free

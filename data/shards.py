@@ -7,9 +7,11 @@ Every document is preceded by the end-of-document id.
 Only numpy is needed. Whatever is wrong with a file raises ShardError, whose text is one readable line: file, found,
 expected, what to do.
 """
+import contextlib
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,24 @@ AGAIN = "delete and download again (or make it again)"
 
 class ShardError(ValueError):
     """A shard or a dataset.json that can't be used; str() is one readable line."""
+
+
+def open_console():
+    """Let sys.stdout and sys.stderr take any line: file names in ASCII, and whatever there is when they are closed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def tell(line, stream=None):
+    """Print a line on `stream` (sys.stdout). A console that is closed, full or gone is no reason to stop."""
+    stream = stream or sys.stdout
+    try:
+        print(line, file=stream, flush=True)
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):      # else Python fails at its end, when it flushes once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ BATCH_CHARS = 1 << 22           # documents that are encoded side by side hold a
 BATCH_DOCUMENTS = 4096
 BLOCK_TOKENS = 1 << 22          # documents are put in hash order within blocks of this size
 DEFAULT_SHARD_TOKENS = 100_000_000
+MANY_BYTES = 50_000_000         # input that takes more than a few seconds
 FEW_VAL_TOKENS = 1000           # a loss over fewer tokens is known to about 0.1 at best: worth a note
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson")
@@ -405,7 +406,6 @@ def read_inputs(names, meter, unit="auto", field="text", stdin="lines", order_se
             unit = "paragraph" if has_blank_line else "line"
             meter.notes.append(f"one text file, so each {unit} is a document (choose with --documents)")
     meter.total_bytes = sum(os.path.getsize(path) for path, _ in found)
-    meter.notes.append(f"reading {len(found):,} files, {meter.total_bytes / 1e6:,.1f} MB")
     if order_seed is not None:
         random.Random(order_seed).shuffle(found)
 
@@ -564,7 +564,8 @@ def progress_bar(meter):
     def show(count):
         if not bar.disable:
             bar.set_postfix_str(f"{count:,} tokens", refresh=False)
-            bar.update(meter.done_bytes() - bar.n)
+            with contextlib.suppress(OSError):      # the terminal may have gone away
+                bar.update(meter.done_bytes() - bar.n)
     return show
 
 
@@ -760,12 +761,14 @@ def build_and_tell(documents, args, out, meter, *, how, own=(), **options):
 
     def say_notes():
         for note in meter.notes:
-            print(f"note: {note}", file=sys.stderr)
+            shards.tell(f"note: {note}", sys.stderr)
         meter.notes.clear()
 
     tokenizer = load_tokenizer(args.tokenizer)
     replaced = prepare_folder(out, args.overwrite, own)
-    say_notes()
+    if meter.total_bytes > MANY_BYTES:          # else they come at the end, so that a refusal is one line
+        say_notes()
+        shards.tell(f"reading {meter.total_bytes / 1e6:,.0f} MB with {args.threads} threads", sys.stderr)
     how |= versions("numpy", *tokenizer.packages)
     dataset, num_dropped = build(documents, tokenizer, out, shard_tokens=args.shard_tokens, threads=args.threads,
                                  meter=meter, how=how, replaced=replaced, **options)
@@ -774,32 +777,33 @@ def build_and_tell(documents, args, out, meter, *, how, own=(), **options):
         meter.notes.append(f"validation holds only {num_val:,} tokens, so its loss will say little; add text, or raise "
                            "--val-fraction")
     say_notes()
-    print(summary(dataset, out, args.shard_tokens, meter, num_dropped, time.monotonic() - start))
+    shards.tell(summary(dataset, out, args.shard_tokens, meter, num_dropped, time.monotonic() - start))
     return 0
 
 
 def run_main(main, argv):
     """Run main(argv) as a command: errors become one line and an exit code, Ctrl-C is quiet, stop signals clean up."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream:
-            stream.reconfigure(errors="backslashreplace")       # file names must not crash an ASCII terminal
+    shards.open_console()
 
     def stop(number, frame):
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:       # as nohup asks
+            signal.signal(number, stop)
     switch_interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)         # encoders wait for the lock after each document: 5 ms would cost a fifth
     try:
         return main(argv)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        shards.tell(f"error: {error}", sys.stderr)
         return 2
     except (shards.ShardError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        shards.tell(f"error: {error}", sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped; nothing was left half-written", file=sys.stderr)
+        shards.tell("stopped; nothing was left half-written", sys.stderr)
         return 130
     finally:
         sys.setswitchinterval(switch_interval)

@@ -34,6 +34,7 @@ GPT2_VOCAB_SIZE, GPT2_EOD = 50257, 50256
 OPENING_TOKENS = 64
 HUB_COPIES = 0.01           # share of validation documents that may be in train, in a set that came from the hub
 CHUNK_TOKENS = 1 << 20
+MAX_DOCUMENT_TOKENS = 1_000_000     # fewer marks than one in so many tokens: the wrong mark is looked for
 
 
 @dataclass
@@ -134,9 +135,13 @@ def check_file(path, dataset):
             summing.result()
         if not len(tokens):
             report.faults.append(f"{path}: holds no tokens, and the trainer refuses such a shard: {shards.AGAIN}")
-        if len(tokens) and not report.documents and report.checksum != "ok":    # else: inside one long document
-            report.faults.append(f"{path}: no end-of-document token ({report.eod_id}) in {report.tokens:,} tokens, so "
-                                 "no document begins anywhere; make the shard with that token before each document")
+        too_few = report.documents < len(tokens) / MAX_DOCUMENT_TOKENS
+        if too_few and report.checksum != "ok":         # else it may lie inside one long document
+            remedy = "make the shard with that token before each document"
+            if not dataset:
+                remedy = f"was {shards.DATASET_FILE} left behind, which names another? copy it here; else {remedy}"
+            report.faults.append(f"{path}: {report.documents:,} end-of-document tokens ({report.eod_id}) in "
+                                 f"{report.tokens:,} tokens: {remedy}")
         if dataset:
             for side in ("train", "val"):
                 for shard in dataset[side]["shards"]:
@@ -270,12 +275,11 @@ def main(argv):
     parser.add_argument("patterns", nargs="+", metavar="PATTERN", help="shards, patterns, or folders of shards")
     parser.add_argument("--no-overlap", action="store_true", help="don't look for validation documents in train")
     args = parser.parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+    shards.open_console()
     try:
         paths = find_files(args.patterns)
     except shards.ShardError as error:
-        print(f"error: {error}", file=sys.stderr)
+        shards.tell(f"error: {error}", sys.stderr)
         return 2
     datasets = {}
     for folder in {path.parent for path in paths}:
@@ -291,13 +295,12 @@ def main(argv):
                 faults += [f"{folder / x['file']}: named by {shards.DATASET_FILE}, but not there; make the data set "
                            "again" for x in dataset[side]["shards"] if not (folder / x["file"]).exists()]
     for line in table(reports):
-        print(line)
+        shards.tell(line)
     for line in notes:
-        print(line)
+        shards.tell(line)
     faults = list(dict.fromkeys([line for report in reports for line in report.faults] + faults))
-    sys.stdout.flush()
     for line in faults:
-        print(f"fault: {line}", file=sys.stderr)
+        shards.tell(f"fault: {line}", sys.stderr)
     return 1 if faults else 0
 
 
