@@ -1,10 +1,11 @@
 """Download FineWeb10B, tokenized with GPT-2's tokenizer: the validation shard and N training shards.
 
-    python data/cached_fineweb10B.py [N]        # N = 1..103 training shards of 100M tokens (200 MB) each, default 9
+    # N = 1..103 training shards of 100M tokens (200 MB) each, default 9
+    python data/cached_fineweb10B.py [N]
 
-Files go to data/fineweb10B/, each with a .json that keeps what the hub says about it. Run again to go on after a break;
-whole files are not fetched again. Exit code 0 only if every file asked for is there and whole. What the environment
-decides (HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE) is listed in data/hub.py.
+Files go to data/fineweb10B/, each with a .json that keeps what the hub says about it. Run again to go on
+after a break; whole files are not fetched again. Exit code 0 only if every file asked for is there and whole.
+What the environment decides (HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE) is listed in data/hub.py.
 
 The data set is kjj0/fineweb10B-gpt2 on the Hugging Face hub (by Keller Jordan, from HuggingFaceFW/fineweb).
 """
@@ -30,7 +31,8 @@ def remotes(count):
 def parse(argv):
     def count(text):
         if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= LAST_SHARD:
-            raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of shards from 1 to {LAST_SHARD}")
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of shards from 1 to "
+                                             f"{LAST_SHARD}")
         return int(text)
 
     def jobs(text):
@@ -73,7 +75,8 @@ def run(argv):
     except KeyboardInterrupt:
         hub.say("stopped; run again to get what is missing")
         code = 130
-    os._exit(code)      # threads may still wait for the network; what they had is on disk and is checked next time
+    # threads may still wait for the network; what they had is on disk and is checked next time
+    os._exit(code)
 
 
 if __name__ == "__main__":

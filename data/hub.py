@@ -1,13 +1,13 @@
 """Fetch files of a dataset repository from the Hugging Face hub, whole or not at all.
 
-The hub client (huggingface_hub) does the transfers: endpoint, credentials, proxies, its cache, its Xet protocol,
-waiting when it is throttled, going on where a connection broke. Done here: files arrive in a folder .partial beside
-their final places; size and sha256 are checked against the hub's metadata; then the file gets its name, and <file>.json
-keeps what was checked. What the client gives up is tried again. A process that ends loses the files that were under
-way, not those that were whole.
+The hub client (huggingface_hub) does the transfers: endpoint, credentials, proxies, its cache, its Xet
+protocol, waiting when it is throttled, going on where a connection broke. Done here: files arrive in a folder
+.partial beside their final places; size and sha256 are checked against the hub's metadata; then the file gets
+its name, and <file>.json keeps what was checked. What the client gives up is tried again. A process that ends
+loses the files that were under way, not those that were whole.
 
-HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT and the proxy variables are
-honoured, by the client.
+HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT and the proxy
+variables are honoured, by the client.
 """
 import contextlib
 import json
@@ -48,7 +48,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the hub says about a file: size in bytes, ETag, commit, and sha256 where the ETag is one, else None."""
+    """What the hub says about a file: bytes, ETag, commit, and sha256 if the ETag is one, else None."""
     size: int
     etag: str
     commit: str
@@ -82,8 +82,8 @@ def connect(name):
     try:
         session.head(hf.constants.ENDPOINT, timeout=CONNECT_SECONDS, follow_redirects=False)
     except Exception as error:                  # transport, proxy, or an HF_ENDPOINT that is no URL
-        raise HubError(f"{name}: no connection to {hf.constants.ENDPOINT} ({_one_line(error)}); check the network, set "
-                       "HF_ENDPOINT to a mirror, or copy the file here") from error
+        raise HubError(f"{name}: no connection to {hf.constants.ENDPOINT} ({_one_line(error)}); check the "
+                       "network, set HF_ENDPOINT to a mirror, or copy the file here") from error
 
 
 def _one_line(error):
@@ -133,8 +133,10 @@ def facts_of(remote):
     if data.size is None or not data.etag:
         raise HubError(f"{remote.name}: {url} answers without size or ETag, so nothing can be checked; is "
                        "HF_ENDPOINT a hub?")
-    is_sha256 = re.fullmatch("[0-9a-f]{64}", data.etag.lower())
-    return Facts(data.size, data.etag, data.commit_hash or remote.revision, data.etag.lower() if is_sha256 else None)
+    sha256 = data.etag.lower()
+    if not re.fullmatch("[0-9a-f]{64}", sha256):
+        sha256 = None
+    return Facts(data.size, data.etag, data.commit_hash or remote.revision, sha256)
 
 
 def fetch(remote, facts, folder, check=None):
@@ -143,8 +145,8 @@ def fetch(remote, facts, folder, check=None):
     target = folder / remote.name
 
     def once():
-        arrived = Path(client().hf_hub_download(remote.repo, remote.path, repo_type="dataset", revision=facts.commit,
-                                                local_dir=folder / PARTIAL))
+        arrived = Path(client().hf_hub_download(remote.repo, remote.path, repo_type="dataset",
+                                                revision=facts.commit, local_dir=folder / PARTIAL))
         size, found = arrived.stat().st_size, shards.sha256_file(arrived)
         if size == facts.size and found == (facts.sha256 or found):
             return arrived
@@ -174,9 +176,10 @@ def checked(check, path, remote):
 
 
 def take_offline(remote, folder, check):
-    """HF_HUB_OFFLINE: the file out of the hub's cache, or the one that is here; only `check` looks at the bytes."""
+    """HF_HUB_OFFLINE: the file out of the hub's cache, or the one that is here; `check` looks into it."""
     target = folder / remote.name
-    cached = client().try_to_load_from_cache(remote.repo, remote.path, repo_type="dataset", revision=remote.revision)
+    cached = client().try_to_load_from_cache(remote.repo, remote.path, repo_type="dataset",
+                                             revision=remote.revision)
     if isinstance(cached, str):
         arrived = folder / PARTIAL / target.name
         arrived.parent.mkdir(exist_ok=True)
@@ -190,7 +193,7 @@ def take_offline(remote, folder, check):
     shards.tell(f"{target}: taken without a checksum (HF_HUB_OFFLINE is set)")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # <file>.json: what was checked when the file came
 
 
@@ -200,8 +203,8 @@ def memory_of(path):
 
 def remember(path, remote, facts):
     stat = path.stat()
-    data = {"repo": remote.repo, "path": remote.path, "commit": facts.commit, "etag": facts.etag, "size": stat.st_size,
-            "sha256": facts.sha256, "mtime_ns": stat.st_mtime_ns}
+    data = {"repo": remote.repo, "path": remote.path, "commit": facts.commit, "etag": facts.etag,
+            "size": stat.st_size, "sha256": facts.sha256, "mtime_ns": stat.st_mtime_ns}
     shards.write_bytes(memory_of(path), (json.dumps(data, indent=1) + "\n").encode())
 
 
@@ -209,17 +212,17 @@ def recall(path):
     """The stored metadata of a file (dict), None when there is none or it can't be used."""
     memory = memory_of(Path(path))
     try:
-        data = json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else None     # a pipe would wait
+        # a pipe would wait
+        data = json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
-    if isinstance(data, dict) and type(data.get("size")) is int and isinstance(data.get("repo"), str) and isinstance(
-            data.get("sha256") or "", str):
-        return data
-    return None
+    usable = (isinstance(data, dict) and type(data.get("size")) is int and isinstance(data.get("repo"), str)
+              and isinstance(data.get("sha256") or "", str))
+    return data if usable else None
 
 
 def is_whole(path, remote):
-    """True when `path` is what was checked earlier; bytes are read again only if the file was touched since."""
+    """True when `path` is what was checked earlier; it is read again only if it was touched since."""
     data = recall(path)
     if not data or not path.is_file() or (data["repo"], data.get("path")) != (remote.repo, remote.path):
         return False
@@ -237,13 +240,13 @@ def matches(path, facts):
             and shards.sha256_file(path) == facts.sha256)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # many files
 
 
 @contextlib.contextmanager
 def partial_folder(folder):
-    """The folder for what is not yet whole, for one process at a time; it is removed at the end. Raises HubError."""
+    """The folder for what is not yet whole, for one process at a time; gone at the end. Raises HubError."""
     client()
     import filelock                     # comes with the hub client
     partial = folder / PARTIAL
@@ -264,7 +267,10 @@ def partial_folder(folder):
 
 
 def in_parallel(jobs, action, items):
-    """Yield (item, its result or its error) as they come. Threads that still wait when this is left are let go."""
+    """Yield (item, its result or its error) as they come.
+
+    Threads that still wait when this is left are let go.
+    """
     pool = ThreadPoolExecutor(jobs)
     futures = {pool.submit(action, item): item for item in items}
     try:
@@ -278,10 +284,11 @@ def in_parallel(jobs, action, items):
 
 
 def fetch_all(remotes, folder, jobs=4, check=None):
-    """Get all `remotes` into `folder`, several at a time. Prints what happens; returns the number of missing files.
+    """Get all `remotes` into `folder`, several at a time. Prints what happens; returns the number of missing
+    files.
 
-    Files that are whole are not fetched again (nor is the network touched when all are). Raises HubError when there is
-    nothing to connect to, or no room.
+    Files that are whole are not fetched again (nor is the network touched when all are). Raises HubError when
+    there is nothing to connect to, or no room.
     """
     folder = Path(folder)
     wanted = [remote for remote in remotes if not is_whole(folder / remote.name, remote)]
@@ -305,16 +312,17 @@ def fetch_all(remotes, folder, jobs=4, check=None):
                 facts[remote] = result
         need, free = sum(x.size for x in facts.values()), shutil.disk_usage(folder).free
         if need > free:
-            raise HubError(f"{folder}: {need / 1e9:,.1f} GB to fetch, {free / 1e9:,.1f} GB free; ask for fewer files "
-                           "or make room")
+            raise HubError(f"{folder}: {need / 1e9:,.1f} GB to fetch, {free / 1e9:,.1f} GB free; ask for "
+                           "fewer files or make room")
         say(f"{folder}: fetching {len(facts)} files, {need / 1e9:,.2f} GB")
         fetched = 0
-        for remote, result in in_parallel(jobs, lambda remote: fetch(remote, facts[remote], folder, check), facts):
+        results = in_parallel(jobs, lambda remote: fetch(remote, facts[remote], folder, check), facts)
+        for remote, result in results:
             if failed(result):
                 missing += 1
                 continue
             fetched += 1
-            how = "sha256 as the hub says" if facts[remote].sha256 else "size as the hub says, no sha256 there"
+            how = "sha256 as the hub says" if facts[remote].sha256 else "size as the hub says"
             say(f"{folder / remote.name}: {facts[remote].size:,} bytes, {how} ({fetched} of {len(facts)})")
         return missing
 

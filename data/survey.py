@@ -1,4 +1,5 @@
-"""What run.sh asks of a Python: whether it will do, what the machine has, which shards a run needs. Prints the answers.
+"""What run.sh asks of a Python: whether it will do, what the machine has, which shards a run needs. Prints
+the answers.
 
     python data/survey.py why_not [FILE ...]           why this Python will not do; nothing if it will
     python data/survey.py machine SCRIPT [OPTION ...]  "GPUs cores shards", or why torch does not import
@@ -12,7 +13,8 @@ import sys
 
 
 def why_not(*files):
-    """Prints why this Python can't run the trainer: its version, torch's, or a package of the requirement `files`.
+    """Prints why this Python can't run the trainer: its version, torch's, or a package of the requirement
+    `files`.
 
     It reads the packages' metadata only, as importing torch takes seconds.
     """
@@ -58,7 +60,8 @@ def cores():
 
 
 def shards_needed(script, options, default_preset):
-    """How many shards of FineWeb10B the run of `script` needs; 0 if they are there, or if it reads other files.
+    """How many shards of FineWeb10B the run of `script` needs; 0 if they are there, or if it reads other
+    files.
 
     Also 0 when the script does not import or refuses its options: it will say so itself.
     """

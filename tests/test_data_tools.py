@@ -22,6 +22,7 @@ from shard_helpers import DATA, SHARDS, fill_tiktoken_cache, named_shard, pat, p
 import fineweb
 import hub
 import shards
+import sources
 import text
 import verify
 
@@ -274,7 +275,7 @@ def test_builtin_corpus(tmp_path):
     assert sorted(x.name for x in out.iterdir()) == ["dataset.json", "train_000000.bin", "val_000000.bin"]
     train, val = documents_of(out, "train"), documents_of(out, "val")
     assert not set(train) & set(val) and len(train) > 300 and len(val) > 5
-    whole = {x.encode() for x in text.builtin_documents()}
+    whole = {x.encode() for x in sources.builtin_documents()}
     assert set(val) <= whole                                # no train document is a piece of one of these
     assert sum(map(len, train + val)) > 1_500_000
     share = dataset["val"]["tokens"] / (dataset["val"]["tokens"] + dataset["train"]["tokens"])
@@ -449,7 +450,7 @@ def test_long_documents_are_written_whole_and_split_fairly(tmp_path, monkeypatch
 
 
 def test_a_document_that_is_too_long_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(text, "MAX_DOCUMENT_CHARS", 100)
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 100)
     (tmp_path / "a.txt").write_text("word " * 21)
     (tmp_path / "b.txt").write_text("short\n" * 50)
     (tmp_path / "c.txt").write_text("short")
@@ -498,7 +499,7 @@ def test_the_split_keeps_copies_together_and_no_giant_moves_the_others():
     for giant in (500, 10 ** 6):
         assert val_of(range(51), [giant] + [10] * 50, 0.1) == [1, 2, 3, 4, 5]   # a tenth of the others
     for documents in (([1], [10]), ([1] * 9, [10] * 9), ([1, 2], [10, 10])):
-        with pytest.raises(text.InputError, match="no room"):
+        with pytest.raises(sources.InputError, match="no room"):
             val_of(*documents)
 
 
@@ -659,9 +660,9 @@ def test_few_bytes_that_are_not_utf8_pass_and_many_do_not(damaged, refused):
     for length, many in ((600, refused), (200 * damaged - 1, refused), (200 * damaged, False)):
         head = b"\xe9" * damaged + "\ufffd".encode() * 9 + b"x" * (length - damaged - 27)
         try:
-            text.check_start(head, "a.txt", text.Meter())
+            sources.check_start(head, "a.txt", sources.Meter())
             assert not (many and damaged > len(head) / 200)
-        except text.InputError as error:
+        except sources.InputError as error:
             assert many and f"{damaged} of the first {len(head)} bytes" in str(error)
 
 
