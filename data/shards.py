@@ -63,8 +63,8 @@ def _explain_foreign(path, head, size):
     text = head.lstrip()
     if text.startswith(b"version https://git-lfs"):
         return (f"{path}: {size:,} bytes, too short to hold a header of {HEADER_BYTES:,} bytes; it looks "
-                "like the pointer text of a large-file store (git-lfs), not the data: fetch the real file (git lfs "
-                "pull) or download again")
+                "like the pointer text of a large-file store (git-lfs), not the data: fetch the real file "
+                "(git lfs pull) or download again")
     if text[:1] == b"<" or text[:1] == b"{":
         kind = "a web page" if text[:1] == b"<" else "a JSON text"
         return f"{path}: {size:,} bytes that look like {kind}, not a token shard: {AGAIN}"

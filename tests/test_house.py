@@ -239,7 +239,30 @@ def test_without_shards_and_network_it_says_so_and_trains_the_demo_uncompiled(ho
     result = house.run("--seed=2")
     assert result.stdout.splitlines()[-1] == \
         "demo of train_gpt.py ['--preset=demo', '--compile=off', '--seed=2'] OMP=-"
+    given = house.run("--compile=on").stdout
+    assert given.splitlines()[-1] == "demo of train_gpt.py ['--preset=demo', '--compile=on'] OMP=-"
     assert "without those shards: running the demo" in result.stderr and "cached_fineweb10B.py 9" in result.stderr
+
+
+@pytest.mark.recipe
+@pytest.mark.parametrize("options, shards", [([], 0), (["--preset=record"], 9), (["--preset=sprint"], 2),
+                                             (["--preset=tiny"], 1), (["--preset=demo"], 0), (["--no=1"], 0),
+                                             (["--preset=tiny", "--train_files=data/mine/*.bin"], 0)])
+def test_the_shards_that_the_real_trainer_needs_are_told_by_its_own_settings(tmp_path, options, shards):
+    command = [sys.executable, ROOT / "data/survey.py", "machine", ROOT / "train_gpt.py", *options]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    gpus, cores, needed = said.stdout.split()
+    assert (gpus, needed) == ("0", str(shards)) and int(cores) >= 1
+
+
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-", "2>&1 >/dev/null | :"])
+def test_a_console_that_is_gone_does_not_stop_the_run(house, where):
+    house.torch()
+    (house.root / "train_gpt.py").write_text("open('trained', 'w')\n")
+    done = subprocess.run(["/bin/bash", "-o", "pipefail", "-c", f'"{house.root}/run.sh" --preset=tiny {where}'],
+                          env=house.environment, capture_output=True, timeout=60)
+    assert done.returncode == 0 and (house.root / "trained").exists()
 
 
 def test_a_python_without_numpy_trains_but_makes_no_text(house):
@@ -288,7 +311,7 @@ def test_it_tells_at_its_end_which_python_it_used(house):
     (house.root / ".venv/bin").mkdir(parents=True)
     shutil.copy(house.log.parent / "venv_python", house.root / ".venv/bin/python")
     assert house.run("--preset=tiny").stderr.splitlines()[-1] == \
-        f"run.sh: for python and torchrun in this shell: source {house.root}/.venv/bin/activate"
+        f"run.sh: python and torchrun in this shell: source {house.root}/.venv/bin/activate"
 
 
 def test_a_read_only_checkout_says_how_to_run_elsewhere(house):     # L12
