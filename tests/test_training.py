@@ -123,7 +123,7 @@ def assert_same_gradients(found, wanted, tolerance):
         assert gradient.norm() > 0, name
         assert (found[name] - gradient).norm() / gradient.norm() < 500 * tolerance, name
         families.setdefault(re.sub(r"\d+", "*", name), []).append((found[name], gradient))
-    assert len(families) == 17
+    assert len(families) == 16
     for name, pairs in families.items():
         got, gradient = (torch.cat([t.flatten() for t in side]) for side in zip(*pairs))
         assert (got - gradient).norm() / gradient.norm() < tolerance, name
@@ -161,15 +161,16 @@ def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, a
     """Of the training loss by hand: each row by its own candidates, mixed with its copies."""
     run = small_run(files)
     batch, asked, model = next(small_batches(run)), tg.train_view(run, 0), run.model
-    assert asked.candidates == 128
+    assert 0 < asked.candidates < 384
     segments = tg.segment_ids(batch.inputs, EOD)
     masks = model.masks(segments, asked.window)
     hidden = model.hidden(batch.inputs, segments, masks, True)
     log_lm, log_copy = model.pointer(hidden, batch.inputs, batch.targets, masks["long"])
     loss = 0.0
     for row in range(6):
-        ids = tg.candidate_set(batch.targets[row], 384, 128, (asked.row + row) * 128)[0]
-        logp = (23 * torch.sigmoid((hidden[row] @ model.head[ids].T + 5) / 7.5)).log_softmax(-1)
+        start = (asked.row + row) * asked.candidates
+        ids = tg.candidate_set(batch.targets[row], 384, asked.candidates, start)[0]
+        logp = (23 * torch.sigmoid((hidden[row] @ model.embed[ids].T + 5) / 7.5)).log_softmax(-1)
         for t, target in enumerate(batch.targets[row].tolist()):
             p = log_lm[row, t].exp() * logp[t, ids.tolist().index(target)].exp() + log_copy[row, t].exp()
             loss = loss - p.log() / (6 * 64)
@@ -229,8 +230,8 @@ def test_validation_compiles_nothing_but_its_loss(tg, files, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *args, **more: compile(*args, **more, backend="aot_eager"))
     monkeypatch.setattr(tg, "find_compiler", lambda: "not needed")
     run = small_run(files, compile="on", num_steps=8)
-    step = 4                                             # 12 rows, candidates; the last stage has 24
-    run.micro_rows = 12
+    step = 4                                             # 12 rows, candidates; the last stage has 18
+    run.micro_rows = 6
     batches = list(small_batches(run))
     take_step(run, step, batches[step])
     before = counters["stats"]["unique_graphs"]
@@ -296,7 +297,7 @@ def test_the_validation_loss_is_the_mean_over_exactly_val_tokens_targets(tg, fil
 
 
 def test_more_context_before_a_row_helps_a_trained_model(tg, files):
-    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.1, table_rows=1, value_layers=())
+    run = small_run(files, random_weights=False, num_steps=100, lr_embed=0.1, table_rows=1, value_layers=())
     for step, batch in enumerate(small_batches(run)):       # without the tables that learn these few tokens by heart
         take_step(run, step, batch)
     losses = []
@@ -341,8 +342,8 @@ def test_warm_up_restores_every_byte_and_runs_every_shape(tg, files, tmp_path, m
     log = tg.RunLog(str(tmp_path), tg.World())
     tg.warmup(run, log)
     log.close()
-    assert set(shapes) == {((6, 64), 128, True), ((12, 64), 128, True), ((24, 64), 128, True), ((24, 64), 0, True),
-                           ((24, 64), 0, False)}
+    assert set(shapes) == {((6, 64), 128, True), ((12, 64), 128, True), ((18, 64), 128, True), ((18, 64), 0, True),
+                           ((18, 64), 0, False)}
     assert torch.equal(rng, torch.get_rng_state())
     for key, t in run.optimizer.gathered():
         assert before[key].numpy().tobytes() == t.numpy().tobytes(), key
@@ -431,7 +432,7 @@ def test_the_second_process_is_started_only_where_it_helps_and_fits(tg, files, m
 
 @pytest.mark.parametrize("size", [1, 8])
 def test_the_second_process_reaches_every_bank_on_any_number_of_ranks(tg, files, monkeypatch, size):
-    options, updated, update = small_options(**files, batch_tokens=32 * 64, micro_rows=1), [], tg.Optimizer.update
+    options, updated, update = small_options(**files, batch_tokens=24 * 64, micro_rows=1), [], tg.Optimizer.update
 
     def noting(self, bank, lr_scale, momentum):
         update(self, bank, lr_scale, momentum)
@@ -440,7 +441,7 @@ def test_the_second_process_reaches_every_bank_on_any_number_of_ranks(tg, files,
     monkeypatch.setattr(tg, "init_world", lambda *args: tg.World(0, size))
     monkeypatch.setattr(tg, "exit_when_input_closes", lambda: None)
     tg.compile_beside(options)
-    assert updated[-1] == "ngrams" and len(updated) == 11
+    assert updated[-1] == "ngrams" and len(updated) == 10
 
 
 def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypatch):
@@ -504,8 +505,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(run_ranks, files, tmp_p
 
 def test_rates_that_blow_up_stop_at_the_first_number_that_is_not_finite(files, tmp_path):
     """FIELD-CASES 7. With 1e38 for every rate the options are refused; one for the scalars overflows (large rates for
-    head or matrices only silence the model: softcap and norms keep its loss finite)."""
-    rates = dict.fromkeys(("lr_matrix", "lr_embed", "lr_head", "lr_scalar"), 1e38)
+    embeddings or matrices only silence the model: softcap and norms keep its loss finite)."""
+    rates = dict.fromkeys(("lr_matrix", "lr_embed", "lr_value", "lr_scalar"), 1e38)
     answer = call_main(small_options(**files, **rates), tmp_path)
     assert answer.code == 2 and "--lr_matrix=1e+38" in answer.err and answer.logs == []
     answer = call_main(small_options(**files, num_steps=40, val_every_steps=5, lr_scalar=1e18), tmp_path)
@@ -612,8 +613,10 @@ def test_the_tiny_preset_trains_on_the_same_tokens_whatever_the_ranks(run_ranks,
     else:
         answer = Answer(*run_ranks(size, main_as_rank, options, str(tmp_path / "logs"))[0], tmp_path / "logs")
     assert answer.code == 0, answer.err
-    assert answer.result["val_tokens"] == 300 and answer.result["tokens_trained"] == 1280
-    assert re.findall(r" tokens:(\d+)", answer.events) == ["256", "768", "1280"]
+    config = load_train_gpt().parse_config(options)[0]
+    tokens = [tokens_of(config, steps) for steps in (1, 2, 3)]
+    assert answer.result["val_tokens"] == 300 and answer.result["tokens_trained"] == tokens[-1]
+    assert re.findall(r" tokens:(\d+)", answer.events) == [str(count) for count in tokens]
     assert json.loads(answer.logs[0].split("=" * 100 + "\n")[1].splitlines()[0])["world_size"] == size
 
 
@@ -634,7 +637,8 @@ def test_validation_of_10000_targets_is_exact_on_one_and_two_processes(files, ru
 def test_process_counts_that_do_not_divide_the_rows_are_refused_with_the_legal_ones(run_ranks, tmp_path, size):
     answers = run_ranks(size, main_as_rank, tiny_options(tmp_path), str(tmp_path))
     assert [code for code, _, _ in answers] == [2] * size
-    assert "1024 / 128" in answers[0][2] and "legal counts: 1, 2 (" in answers[0][2] and answers[0][2].count("\n") == 1
+    assert "1536 / 128" in answers[0][2] and "legal counts: 1, 2, 4 (" in answers[0][2]
+    assert answers[0][2].count("\n") == 1
     assert all(err == "" for _, _, err in answers[1:])
 
 
@@ -660,16 +664,17 @@ def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, fil
     options = [*TINY, f"--train_files={tmp_path}/t_*.bin", f"--val_files={tmp_path}/v_*.bin", "--val_tokens=300"]
     answer = call_main([*options, "--num_steps=50"], tmp_path / "b")
     assert answer.code == 2 and answer.err.count("\n") == 1
-    config = tg.parse_config([*options, "--num_steps=50", "--max_epochs=7"])[0]
+    config = tg.parse_config([*options, "--num_steps=50", "--max_epochs=99"])[0]
     needed = tokens_of(config, 50)
-    for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py", "--max_epochs=7"):
+    for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py",
+                 f"--max_epochs={math.ceil(needed / 4999)}"):
         assert part in answer.err
     run = tg.build(config, tg.World(), {})
     assert f"wraps, {needed / 4999:.2f} epochs" in tg.budget(run.config, run.train_stream)
 
 
 def test_epochs_are_counted_in_the_log(files, tmp_path):
-    answer = call_main(small_options(**files, num_steps=12), tmp_path)           # 8,448 of 6,000 tokens
+    answer = call_main(small_options(**files, num_steps=12), tmp_path)           # 9,216 of 6,000 tokens
     assert answer.code == 0 and "note: data at epoch 1, 0 tokens dropped by clipping" in answer.events
 
 
@@ -678,12 +683,12 @@ def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, 
     run = small_run(files, max_epochs=4)
     starts = run.train_stream.document_starts(0, EOD)
     lengths = [b - a for a, b in zip(starts, [*starts[1:], run.train_stream.starts[1]])]
-    needed = 3 * 1536 * sum(lengths) / sum(min(n, 10) for n in lengths)
+    needed = 3 * 1152 * sum(lengths) / sum(min(n, 10) for n in lengths)
     said = tg.budget(run.config, run.train_stream)
-    assert f"needs about {needed:,.0f} tokens" in said and needed > 1.5 * 3 * 1536
+    assert f"needs about {needed:,.0f} tokens" in said and needed > 1.5 * 3 * 1152
     run.config = replaced(run.config, num_steps=1_000_000)
     more = math.ceil((needed / 3 * 1e6 - 4 * 6000) / 4 / 1e8)              # they too may be seen four times
-    assert more == 16
+    assert more == 12
     with pytest.raises(tg.Refusal, match=f"allowed 4. Add about {more} shard"):
         tg.budget(run.config, run.train_stream)
 
@@ -797,7 +802,7 @@ def test_the_dataset_card_sets_the_vocabulary_and_contradictions_are_refused(tg,
     config, overrides = tg.parse_config(["--preset=tiny", *(f"--{k}={v}" for k, v in files.items())])
     run = tg.build(replaced(config, val_tokens=0), tg.World(), overrides)
     assert (run.config.vocab_size, run.config.eod_id, run.config.padded_vocab) == (200, 60, 256)
-    assert run.model.head.shape[0] == 256 and run.config.val_tokens == 1000
+    assert run.model.embed.shape[0] == 256 and run.config.val_tokens == 1000
     with pytest.raises(tg.Refusal, match="--vocab_size=61: the dataset.json beside the shards says 200"):
         tg.build(config, tg.World(), dict(vocab_size=61))
     other = tmp_path / "other"
@@ -834,7 +839,7 @@ def test_the_demo_learns(builtin, tmp_path):
     frequency = (np.bincount(train, minlength=257) + 1) / (len(train) + 257)
     unigram = -np.log(frequency[val[1:5001]]).mean()
     losses = [float(x) for x in re.findall(r"val_loss:(\S+)", answer.events)]
-    assert losses[0] == pytest.approx(math.log(384), abs=1e-3)
+    assert losses[0] == pytest.approx(math.log(384), abs=0.1)      # logits begin about 0.06 large, letters are few
     assert answer.result["val_loss"] < unigram - 0.3 and 2.5 < unigram < 3.6
     [checkpoint] = tmp_path.glob("checkpoints/*/step_000030")
     assert f"python records/sample.py {checkpoint} " in answer.out
@@ -842,7 +847,7 @@ def test_the_demo_learns(builtin, tmp_path):
 
 def test_the_small_model_learns_its_walk_nearly_to_its_entropy(tg, files):
     """Three equally likely moves and a mark now and then: ln 3 plus a little. All techniques at work at once."""
-    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.05)
+    run = small_run(files, random_weights=False, num_steps=100, lr_embed=0.05)
     first = last = None
     for step, batch in enumerate(small_batches(run)):
         last = float(take_step(run, step, batch)[0])

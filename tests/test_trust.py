@@ -384,7 +384,7 @@ def check_unequal_ranks(rank, size, argv):
     tg.join_group(world)
     run, log = tg.build(config, world, overrides), tg.RunLog(config.log_dir, world)
     if rank == 1:
-        run.model.head.data[3, 4] += 1e-3
+        run.model.embed.data[3, 4] += 1e-3
     try:
         tg.self_check(run, log)
     except tg.Failure as error:
@@ -394,7 +394,7 @@ def check_unequal_ranks(rank, size, argv):
 
 def test_self_check_catches_ranks_with_different_weights(run_ranks, tmp_path):
     messages = run_ranks(2, check_unequal_ranks, byte_run(tmp_path))
-    assert messages == [f"rank {rank}: self-check: the ranks hold different weights in head" for rank in (0, 1)]
+    assert messages == [f"rank {rank}: self-check: the ranks hold different weights in embed" for rank in (0, 1)]
 
 
 def test_comparing_ranks_copies_no_weights(tg, tmp_path):
@@ -529,14 +529,14 @@ def alone(rank, size, argv):
 
 
 def drift_apart(rank, size, argv):
-    """main() where rank 1's head is another one at the end of training."""
+    """main() where rank 1's embedding is another one at the end of training."""
     hide_gpus()
     tg, said = load_train_gpt(), io.StringIO()
     loop = tg.loop
 
     def drifting(run, *more):
         result = loop(run, *more)
-        run.model.head.data[0, 0] += rank
+        run.model.embed.data[0, 0] += rank
         return result
     tg.loop = drifting
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -545,4 +545,4 @@ def drift_apart(rank, size, argv):
 
 def test_ranks_that_drift_apart_fail_the_run(run_ranks, tmp_path):
     for code, said in run_ranks(2, drift_apart, byte_run(tmp_path)):
-        assert code == 1 and "after the last step: the ranks hold different weights in head" in said
+        assert code == 1 and "after the last step: the ranks hold different weights in embed" in said
