@@ -1,6 +1,6 @@
 """Reads the log of one run: the one parser that every tool in this folder shares.
 
-A log is three parts between two fences (a line of exactly 100 '='):
+A log is three parts between two fences (a line of exactly 100 '='; a source may hold such lines too):
 
     <source of the script that ran, verbatim>
     FENCE
@@ -195,39 +195,65 @@ def parse_log(path) -> Log:
         blob = path.read_bytes()
     except OSError as error:
         raise LogError(f"{path.name}: can't be read ({error.strerror})") from None
-    lines = [line + b"\n" for line in blob.split(b"\n")]
-    fence = FENCE.encode()
-    at = [i for i, line in enumerate(lines) if line.rstrip(b"\r\n") == fence]
     if not blob:
         raise LogError(f"{path.name}: empty file")
-    if not at:
-        raise LogError(f"{path.name}: not a log of this project, or cut short in its source (no line of 100 '=')")
-    if len(at) == 1:
-        raise LogError(f"{path.name}: cut short before its events (only the first of two fences is there)")
-    if len(at) > 2:
-        raise LogError(f"{path.name}: {len(at)} fences instead of 2: more than one log in one file")
-    source = b"".join(lines[:at[0]])
+    lines = [line + b"\n" for line in blob.split(b"\n")]
+    first, second = _find_fences(path.name, lines)
+    source = b"".join(lines[:first])
     if not source.strip():
         raise LogError(f"{path.name}: holds no source before its first fence")
     try:
         source.decode("utf-8")
-        head = [line.decode("utf-8").rstrip("\r\n") for line in lines[at[0] + 1:at[1]]]
-        event_lines = [line.decode("utf-8").rstrip("\r\n") for line in lines[at[1] + 1:]]
+        head = [line.decode("utf-8").rstrip("\r\n") for line in lines[first + 1:second]]
+        event_lines = [line.decode("utf-8").rstrip("\r\n") for line in lines[second + 1:]]
     except UnicodeDecodeError:
         raise LogError(f"{path.name}: not UTF-8 text") from None
     header = _parse_header(path, head)
-    events = _parse_events(path, event_lines, first_line=at[1] + 2, cut=not blob.endswith(b"\n"))
+    events = _parse_events(path, event_lines, first_line=second + 2, cut=not blob.endswith(b"\n"))
     return Log(path=path, size_bytes=len(blob), source=source, source_sha256=hashlib.sha256(source).hexdigest(),
                header=header, nvidia_smi="\n".join(head[1:]), **events)
 
 
+def _find_fences(name: str, lines: list[bytes]) -> tuple[int, int]:
+    """Numbers of the lines that end the source and the header. Raises LogError when they are not there, or more are.
+
+    A source may itself hold lines of 100 '='. The right one is that before which stands the source whose sha256 the
+    header behind it names; in a log without such a one, the first that has a header behind it.
+    """
+    fences = [i for i, line in enumerate(lines) if line.rstrip(b"\r\n") == FENCE.encode()]
+    if not fences:
+        raise LogError(f"{name}: not a log of this project, or cut short in its source (no line of 100 '=')")
+    with_header = []
+    for place, line_number in enumerate(fences):
+        header = _json_dict(lines[line_number + 1]) if line_number + 1 < len(lines) else None
+        if header is None:
+            continue
+        with_header.append(place)
+        if header.get("source_sha256") == hashlib.sha256(b"".join(lines[:line_number])).hexdigest():
+            with_header = [place]
+            break
+    first = with_header[0] if with_header else 0
+    after = len(fences) - first - 1
+    if after == 0:
+        raise LogError(f"{name}: cut short before its events (only the first of two fences is there)")
+    if after > 1:
+        raise LogError(f"{name}: {after + 1} fences instead of 2: more than one log in one file")
+    return fences[first], fences[first + 1]
+
+
+def _json_dict(line: bytes | str) -> dict | None:
+    """The JSON object on a line; None where there is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):                     # no JSON, or no UTF-8
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _parse_header(path: Path, head: list[str]) -> dict:
     """The header dict from the lines between the fences, every key that the tools rely on present and of its kind."""
-    try:
-        header = json.loads(head[0]) if head else None
-    except json.JSONDecodeError:
-        header = None
-    if not isinstance(header, dict):
+    header = _json_dict(head[0]) if head else None
+    if header is None:
         raise LogError(f"{path.name}: the line after the first fence is not a JSON header")
     missing = [key for key in HEADER_KEYS if key not in header]
     if missing:
@@ -266,41 +292,32 @@ def _parse_events(path: Path, lines: list[str], first_line: int, cut: bool) -> d
     """The fields of Log that come from the events. `cut`: the file ends inside a line, so its last line may be half a
     line and counts only when it is a whole result."""
     validation, training, notes, step_times, result, measured = [], [], [], (), None, []
-    last = len(lines) - 1
     for i, line in enumerate(lines):
-        half = cut and i == last
-        if not line.strip() or (half and not line.startswith("result:")):
+        is_half = cut and i == len(lines) - 1
+        if not line.strip() or (is_half and not line.startswith("result:")):
             continue
         where = f"{path.name}: line {first_line + i}"
         try:
             if line.startswith("step:"):
                 point, is_validation = _parse_step(line)
                 (validation if is_validation else training).append(point)
+                measured.append(line)
             elif line.startswith("step_times_ms:"):
                 if step_times:
                     raise LogError(f"{where}: a second step_times_ms line: more than one run in one file")
                 step_times = tuple(float(ms) for ms in json.loads(line.split(":", 1)[1]))
+                measured.append(line)
             elif line.startswith("result:"):
                 if result is not None:
                     raise LogError(f"{where}: a second result line: more than one run in one file")
-                result = json.loads(line.split(":", 1)[1])
-                if not isinstance(result, dict) or not isinstance(result.get("status"), str):
-                    raise LogError(f"{where}: result line has no status")
-                if result["status"] in ("failed", "refused"):       # a run that broke off has no result that counts
+                result = _parse_result(where, json.loads(line.split(":", 1)[1]))
+                if result is None:
                     notes.append(line)
-                    result = None
-                    continue
-                _need_numbers(f"{where} (result)", result, required=("step", "num_steps", "train_time_ms"),
-                              optional=("val_loss", "val_tokens", "tokens_trained", "step_avg_ms", "peak_memory_mib",
-                                        "time_to_first_step_s"))
             else:
                 notes.append(line)
         except (ValueError, TypeError):
-            if half:
-                continue
-            raise LogError(f"{where}: not an event this parser knows: {line[:60]}") from None
-        if line.startswith("step"):
-            measured.append(line)
+            if not is_half:
+                raise LogError(f"{where}: not an event this parser knows: {line[:60]}") from None
     for points in (validation, training):
         for before, after in zip(points, points[1:], strict=False):
             if after.step <= before.step:
@@ -308,6 +325,18 @@ def _parse_events(path: Path, lines: list[str], first_line: int, cut: bool) -> d
     measured_sha256 = hashlib.sha256("\n".join(measured).encode()).hexdigest() if measured else None
     return dict(validation=tuple(validation), training=tuple(training), notes=tuple(notes), step_times_ms=step_times,
                 result=result, measured_sha256=measured_sha256)
+
+
+def _parse_result(where: str, result) -> dict | None:
+    """The checked result; None for that of a run that broke off, which has no result that counts. Raises LogError."""
+    if not isinstance(result, dict) or not isinstance(result.get("status"), str):
+        raise LogError(f"{where}: result line has no status")
+    if result["status"] in ("failed", "refused"):
+        return None
+    _need_numbers(f"{where} (result)", result, required=("step", "num_steps", "train_time_ms"),
+                  optional=("val_loss", "val_tokens", "tokens_trained", "step_avg_ms", "peak_memory_mib",
+                            "time_to_first_step_s"))
+    return result
 
 
 def _parse_step(line: str) -> tuple[Point, bool]:
