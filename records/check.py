@@ -2,17 +2,17 @@
 
     python records/check.py                      all folders records/<date>_<Name>/
     python records/check.py FOLDER...            these folders
-    python records/check.py --draft FOLDER...    print a claim block for the folder's README.md, computed from its logs
+    python records/check.py --draft FOLDER...    print a claim block for its README.md, computed from the logs
     python records/check.py --summary [FOLDER..] print the table of records/README.md
     python records/check.py --write-table        put that table between the markers of records/README.md
 
-A folder holds README.md and the logs (*.txt); logs of the baseline, run on the same machine in the same call, lie in
-its baseline/ sub-folder. README.md carries one fenced block that opens with ```claim and holds TOML; the keys are in
-CLAIM_KEYS. Each refusal is one line; any refusal makes the exit status 1 (2: wrong usage).
+A folder holds README.md and the logs (*.txt); logs of the baseline, run on the same machine in the same call,
+lie in its baseline/ sub-folder. README.md carries one fenced block that opens with ```claim and holds TOML;
+the keys are in CLAIM_KEYS. Each refusal is one line; any refusal makes the exit status 1 (2: wrong usage).
 
-Statistics: p is the one-sided one-sample t-test that the mean validation loss is below the target. With the target
-"baseline", the loss that the baseline's runs reach on average, it is Welch's test between the two sets of runs. The
-ratio of mean times has a 95% Fieller interval with Welch's degrees of freedom.
+Statistics: p is the one-sided one-sample t-test that the mean validation loss is below the target. With the
+target "baseline", the loss that the baseline's runs reach on average, it is Welch's test between the two sets
+of runs. The ratio of mean times has a 95% Fieller interval with Welch's degrees of freedom.
 """
 
 import argparse
@@ -68,7 +68,8 @@ class ClaimError(Exception):
 
 @dataclass
 class Report:
-    """What the check of one folder found. `refusals` empty: the logs carry the claim. `row`: its line in the table."""
+    """What the check of one folder found. `refusals` empty: the logs carry the claim. `row`: its line in the
+    table."""
     folder: Path
     kind: str = "?"
     lines: list[str] = field(default_factory=list)
@@ -77,7 +78,7 @@ class Report:
     row: str = ""
 
 
-# ---------------------------------------------------------------------------------------------- statistics
+# ------------------------------------------------------------------------------------------------ statistics
 
 def mean(values) -> float:
     """Arithmetic mean; NaN for nothing."""
@@ -100,7 +101,8 @@ def _scipy_stats():
 
 
 def p_below(losses, target: float) -> float:
-    """One-sided p that the mean of `losses` is below `target`; NaN for fewer than two finite losses or equal ones."""
+    """One-sided p that the mean of `losses` is below `target`; NaN for fewer than two finite losses or equal
+    ones."""
     if not deviation(losses) > 0:
         return math.nan
     return float(_scipy_stats().ttest_1samp(losses, target, alternative="less").pvalue)
@@ -112,16 +114,16 @@ def _have_spread(a, b) -> bool:
 
 
 def p_less(a, b) -> float:
-    """One-sided p of Welch's test that mean(a) is below mean(b); NaN where a side has too few values or both have no
-    spread."""
+    """One-sided p of Welch's test that mean(a) is below mean(b); NaN where a side has too few values or both
+    have no spread."""
     if not _have_spread(a, b):
         return math.nan
     return float(_scipy_stats().ttest_ind(a, b, equal_var=False, alternative="less").pvalue)
 
 
 def difference(a, b) -> tuple[float, float, float]:
-    """(mean(b) - mean(a), low, high) with Welch's 95% interval; low and high are NaN for fewer than two values a side
-    or values that are not finite."""
+    """(mean(b) - mean(a), low, high) with Welch's 95% interval; low and high are NaN for fewer than two
+    values a side or values that are not finite."""
     delta = mean(b) - mean(a)
     if _have_spread(a, b):
         low, high = _scipy_stats().ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
@@ -131,8 +133,9 @@ def difference(a, b) -> tuple[float, float, float]:
 
 
 def ratio(a, b) -> tuple[float, float, float]:
-    """(mean(a) / mean(b), low, high) with Fieller's 95% interval, for positive values. low and high are NaN for fewer
-    than two values a side or values that are not finite; high is infinite when mean(b) can't be told from zero."""
+    """(mean(a) / mean(b), low, high) with Fieller's 95% interval, for positive values. low and high are NaN
+    for fewer than two values a side or values that are not finite; high is infinite when mean(b) can't be
+    told from zero."""
     top, bottom = mean(a), mean(b)
     point = top / bottom if bottom else math.nan
     if not _have_spread(a, b):
@@ -141,7 +144,7 @@ def ratio(a, b) -> tuple[float, float, float]:
     stats = _scipy_stats()
     freedom = stats.ttest_ind(a, [point * value for value in b], equal_var=False).df
     t_squared = float(stats.t.ppf(0.975, freedom)) ** 2
-    # All r with (top - r bottom)^2 <= t^2 (var_top + r^2 var_bottom), variances of the means: a quadratic in r.
+    # All r with (top - r bottom)^2 <= t^2 (var_top + r^2 var_bottom), variances of the means: quadratic in r.
     square = bottom ** 2 - t_squared * deviation(b) ** 2 / len(b)
     constant = top ** 2 - t_squared * deviation(a) ** 2 / len(a)
     if square <= 0:
@@ -151,10 +154,12 @@ def ratio(a, b) -> tuple[float, float, float]:
 
 
 def format_interval(low: float, high: float, digits: int = 3) -> str:
-    return "[no interval: needs 2 runs a side]" if math.isnan(low) else f"[{low:.{digits}f}, {high:.{digits}f}]"
+    if math.isnan(low):
+        return "[no interval: needs 2 runs a side]"
+    return f"[{low:.{digits}f}, {high:.{digits}f}]"
 
 
-# ---------------------------------------------------------------------------------------------- what logs carry
+# ------------------------------------------------------------------------------------------- what logs carry
 
 def log_refusals(log: Log, kind: str) -> list[str]:
     """What is wrong with one log for a claim of this kind."""
@@ -181,15 +186,16 @@ def _record_log_refusals(log: Log) -> list[str]:
     if given:
         found.append(f"overridden by hand ({' '.join(given)}); a record's numbers stand in its source")
     if log.seed < FIRST_RECORD_SEED:
-        found.append(f"seed {log.seed}: a record counts seeds from {FIRST_RECORD_SEED} on, choose on those below")
+        found.append(f"seed {log.seed}: a record counts seeds from {FIRST_RECORD_SEED} on, choose on those "
+                     "below")
     if None in parameters_of(log):
         found.append("its header does not list the parameters (total, and matmul: those in dense matrices)")
     return found
 
 
 def parameters_of(log: Log) -> tuple[int | None, int | None]:
-    """Numbers of parameters (in dense matrices, which multiply activations; all others, nearly all of them rows of
-    tables that are looked up). None where the header doesn't say."""
+    """Numbers of parameters (in dense matrices, which multiply activations; all others, nearly all of them
+    rows of tables that are looked up). None where the header doesn't say."""
     listed = log.header.get("parameters") or {}
     total, dense = listed.get("total"), listed.get("matmul")
     if not isinstance(total, int) or not isinstance(dense, int):
@@ -238,16 +244,17 @@ def _agreement_refusals(log: Log) -> list[str]:
 
 
 def _time_refusals(log: Log, elapsed_ms: list[float]) -> list[str]:
-    """Where a time in the log is not the sum of its step times; elapsed_ms: that sum after each step. A training line
-    is written one step late, so its time may lie anywhere within the step after it."""
+    """Where a time in the log is not the sum of its step times; elapsed_ms: that sum after each step. A
+    training line is written one step late, so its time may lie anywhere within the step after it."""
     steps, total_ms = len(elapsed_ms) - 1, 1000 * log.train_time_s
     claims = [("the result's train_time", total_ms, steps, steps)]
     if log.result.get("step_avg_ms") is not None:
-        claims.append(("the result's step_avg times its steps", steps * log.result["step_avg_ms"], steps, steps))
-    for point in log.validation:
-        claims.append((f"the validation line of step {point.step}", 1000 * point.seconds, point.step, point.step))
-    for point in log.training:
-        claims.append((f"the training line of step {point.step}", 1000 * point.seconds, point.step, point.step + 1))
+        average_ms = log.result["step_avg_ms"]
+        claims.append(("the result's step_avg times its steps", steps * average_ms, steps, steps))
+    for step, ms in ((point.step, 1000 * point.seconds) for point in log.validation):
+        claims.append((f"the validation line of step {step}", ms, step, step))
+    for step, ms in ((point.step, 1000 * point.seconds) for point in log.training):
+        claims.append((f"the training line of step {step}", ms, step, step + 1))
     for what, said_ms, first, last in claims:
         low_ms, high_ms = elapsed_ms[min(first, steps)], elapsed_ms[min(last, steps)]
         slack_ms = 1 + MAX_TIME_GAP * high_ms                # 1: lines have whole milliseconds
@@ -267,7 +274,8 @@ def twice_refusals(logs) -> list[str]:
             pair = (first.path, log.path)
             if first is not log and key_of(log) is not None and pair not in pairs:
                 pairs.add(pair)
-                found.append(f"one run counted twice: {first.path.name} and {log.path.name} have the same {what}")
+                names = f"{first.path.name} and {log.path.name}"
+                found.append(f"one run counted twice: {names} have the same {what}")
     return found
 
 
@@ -276,7 +284,8 @@ def same_refusals(logs, where: str) -> list[str]:
     found = []
     for what, value_of in (("training data", lambda log: log.data_identity("train")),
                            ("validation data", lambda log: log.data_identity("val")),
-                           ("validation tokens", lambda log: log.val_tokens), ("hardware", lambda log: log.hardware)):
+                           ("validation tokens", lambda log: log.val_tokens),
+                           ("hardware", lambda log: log.hardware)):
         names = {value_of(log): log.path.name for log in logs}
         if len(names) > 1:
             shown = ", ".join(f"{name} {_shown(value)}" for value, name in list(names.items())[:3])
@@ -302,7 +311,8 @@ def mixed_refusals(logs, name: str) -> list[str]:
         mixed = [key for key in keys if len({str(log.config.get(key)) for log in logs}) > 1]
         return [f"mixed configurations in {name}: runs differ in {', '.join(mixed)}"]
     seeds = Counter(str(log.seed) for log in logs)
-    return [f"seed {seed} counts {count} times in {name}: n counts seeds" for seed, count in seeds.items() if count > 1]
+    return [f"seed {seed} counts {count} times in {name}: n counts seeds"
+            for seed, count in seeds.items() if count > 1]
 
 
 def turn_refusals(logs, baseline) -> list[str]:
@@ -313,14 +323,15 @@ def turn_refusals(logs, baseline) -> list[str]:
         differing = [key for key, value in log.header["versions"].items() if versions.get(key) != value]
         if differing:
             key = differing[0]
-            found.append(f"{log.path.name}: its {key} is {log.header['versions'][key]}, that of {logs[0].path.name} "
-                         f"{versions.get(key)}")
+            found.append(f"{log.path.name}: its {key} is {log.header['versions'][key]}, "
+                         f"that of {logs[0].path.name} {versions.get(key)}")
     starts = [(str(log.header.get("started")), "the idea") for log in logs]
     starts += [(str(log.header.get("started")), "the baseline") for log in baseline]
     for arm, runs in groupby(sorted(starts), key=lambda start: start[1]):
         times = [time for time, _ in runs]
         if len(times) > MAX_TURN_RUNS:
-            found.append(f"not turn by turn: {arm} started {len(times)} times in succession, {times[0]} to {times[-1]}")
+            found.append(f"not turn by turn: {arm} started {len(times)} times in succession, {times[0]} to "
+                         f"{times[-1]}")
     return found
 
 
@@ -340,7 +351,8 @@ def describe_arm(logs, name: str = "runs") -> list[str]:
     torch = first.header["versions"].get("torch", "?")
     sha = first.source_sha256[:12]
     lines = [f"{name}: n {len(logs)}, seeds {seeds}, source {sha}, {first.hardware}, torch {torch}",
-             f"  validation loss: mean {mean(losses):.4f}{loss_spread}{goal} ({first.val_tokens} tokens of {prints})",
+             f"  validation loss: mean {mean(losses):.4f}{loss_spread}{goal} ({first.val_tokens} tokens of "
+             f"{prints})",
              f"  training time: mean {mean(times):.2f} s{time_spread}"]
     dense, tables = parameters_of(first)
     if dense is not None:
@@ -370,30 +382,35 @@ def _span_notes(logs) -> list[str]:
         hours = (max(started) - min(started)).total_seconds() / 3600
     except (ValueError, TypeError):
         return ["not every header says when its run started"]
-    return [f"runs and baseline span {hours:.0f} hours: was this one call on one machine?"] if hours > 24 else []
+    if hours <= 24:
+        return []
+    return [f"runs and baseline span {hours:.0f} hours: was this one call on one machine?"]
 
 
-# ---------------------------------------------------------------------------------------------- what the README claims
+# ------------------------------------------------------------------------------------ what the README claims
 
 def read_claim(folder: Path) -> dict:
-    """The README's claim block, numbers as int or Decimal. Raises ClaimError: no README, no block or several, no TOML,
-    unknown or lacking keys."""
+    """The README's claim block, numbers as int or Decimal. Raises ClaimError: no README, no block or several,
+    no TOML, unknown or lacking keys."""
     try:
         text = (folder / "README.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         raise ClaimError("no readable README.md") from None
     blocks = _CLAIM_BLOCK.findall(text)
     if len(blocks) != 1:
-        raise ClaimError(f"README.md has {len(blocks)} blocks fenced with ```claim, it needs one (--draft prints it)")
+        raise ClaimError(f"README.md has {len(blocks)} blocks fenced with ```claim, it needs one "
+                         "(--draft prints it)")
     try:
         claim = tomllib.loads(blocks[0], parse_float=Decimal)
     except tomllib.TOMLDecodeError as error:
         raise ClaimError(f"README.md: the claim block is no TOML: {error}") from None
     if claim.get("kind") not in [*CLAIM_KEYS]:
-        raise ClaimError(f"README.md: kind is {claim.get('kind', 'missing')}, not one of {', '.join(CLAIM_KEYS)}")
+        kind = claim.get("kind", "missing")
+        raise ClaimError(f"README.md: kind is {kind}, not one of {', '.join(CLAIM_KEYS)}")
     required, optional = CLAIM_KEYS[claim["kind"]]
     wrong = [f"lacks {key}" for key in sorted(required - claim.keys())]
-    wrong += [f"has unknown {key}" for key in claim if re.sub(r"\d+", "<number>", key) not in required | optional]
+    wrong += [f"has unknown {key}" for key in claim
+              if re.sub(r"\d+", "<number>", key) not in required | optional]
     if wrong:
         raise ClaimError(f"README.md: claim {', '.join(wrong)}")
     if claim["kind"] == "run" and NOT_A_RECORD not in text:
@@ -402,9 +419,9 @@ def read_claim(folder: Path) -> dict:
 
 
 def better_than_logs(key: str, claimed, measured: float) -> str | None:
-    """A refusal if the claimed number (lower is better) is below what the logs say, beyond its own rounding: half a
-    unit of its last digit, and never more than 0.5 s, 0.0005 of loss, 0.005 of ratio, 5% of p. A text "<0.01" claims
-    that the measured number is smaller."""
+    """A refusal if the claimed number (lower is better) is below what the logs say, beyond its own rounding:
+    half a unit of its last digit, and never more than 0.5 s, 0.0005 of loss, 0.005 of ratio, 5% of p. A text
+    "<0.01" claims that the measured number is smaller."""
     is_bound = isinstance(claimed, str) and claimed.startswith("<")
     try:
         number = claimed[1:].strip() if is_bound else claimed
@@ -428,8 +445,9 @@ def _exact_refusals(claim: dict, logs) -> list[str]:
     """Where n, hardware, parameters or the data's fingerprint in the claim are not those of the logs."""
     found, n = [], claim["n"]
     if n != len(logs):
-        better = "README.md says better than the logs:" if isinstance(n, int) and n > len(logs) else "README.md says"
-        found.append(f"{better} n {n}, the folder holds {len(logs)}")
+        is_better = isinstance(n, int) and n > len(logs)
+        found.append(f"README.md says {'better than the logs: ' if is_better else ''}n {n}, the folder holds "
+                     f"{len(logs)}")
     if claim["hardware"] != logs[0].hardware:
         found.append(f"README.md says hardware {claim['hardware']}, the logs say {logs[0].hardware}")
     for key, count in zip(("parameters_dense", "parameters_tables"), parameters_of(logs[0])):
@@ -444,7 +462,7 @@ def _exact_refusals(claim: dict, logs) -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- folders
+# --------------------------------------------------------------------------------------------------- folders
 
 def check_folder(folder) -> Report:
     """Check one folder; never raises for what it finds there."""
@@ -497,11 +515,13 @@ def _check_runs(report: Report, claim: dict | None, logs, baseline) -> None:
         refuse(mixed_refusals(baseline, "the baseline"))
         point, low, high = ratio(times, [log.train_time_s for log in baseline])
         report.lines += describe_arm(baseline, "baseline")
-        report.lines.append(f"ratio of mean times to the baseline: {point:.4f} {format_interval(low, high, 4)} "
-                            "(95%, Fieller with Welch's degrees of freedom)")
+        interval = format_interval(low, high, 4)
+        report.lines.append(f"ratio of mean times to the baseline: {point:.4f} {interval} (95%, Fieller with "
+                            "Welch's degrees of freedom)")
         surplus, surely, _ = difference([log.val_loss for log in baseline], losses)
         if surely > 0:
-            report.notes.append(f"the baseline's loss is lower by {surplus:.4f}: that surplus is part of the ratio")
+            report.notes.append(f"the baseline's loss is lower by {surplus:.4f}: that surplus is part of the "
+                                "ratio")
         report.notes += _span_notes(logs + baseline) + [f"baseline: {note}" for note in arm_notes(baseline)]
     if claim.get("target") == EQUAL_LOSS:
         target, p = EQUAL_LOSS, p_less(losses, [log.val_loss for log in baseline])
@@ -511,7 +531,8 @@ def _check_runs(report: Report, claim: dict | None, logs, baseline) -> None:
     if report.kind == "record":
         refuse(_record_refusals(target, logs, baseline, p, high))
     measured = dict(time_s=mean(times), val_loss=mean(losses), p=p, ratio=point)
-    refuse(filter(None, [better_than_logs(key, claim[key], measured[key]) for key in measured if key in claim]))
+    for key, value in measured.items():
+        refuse(filter(None, [better_than_logs(key, claim[key], value)] if key in claim else []))
     if "target" in claim and target != EQUAL_LOSS and _float_of(claim["target"]) != target:
         refuse([f"README.md says target {claim['target']}, the logs' configuration says {target}"])
     if claim:
@@ -534,8 +555,8 @@ def _mean_and_spread(values, digits: int) -> str:
 
 
 def _record_refusals(target, logs, baseline, p: float, ratio_high: float) -> list[str]:
-    """What a record needs beyond sound logs: enough runs, a significant loss, a faster time than its baseline, and
-    arms that took turns."""
+    """What a record needs beyond sound logs: enough runs, a significant loss, a faster time than its
+    baseline, and arms that took turns."""
     found = []
     if len(logs) < MIN_RECORD_RUNS:
         count = "a single run" if len(logs) == 1 else f"{len(logs)} runs"
@@ -549,8 +570,8 @@ def _record_refusals(target, logs, baseline, p: float, ratio_high: float) -> lis
     needed = MIN_RECORD_RUNS if target == EQUAL_LOSS else 2
     if len(baseline) < needed:
         purpose = "the target" if target == EQUAL_LOSS else "the ratio"
-        found.append(f"{len(baseline)} logs in baseline/: {purpose} needs at least {needed} from the same machine and "
-                     "call")
+        found.append(f"{len(baseline)} logs in baseline/: {purpose} needs at least {needed} from the same "
+                     "machine and call")
     elif not ratio_high < 1:
         found.append(f"not faster than its baseline: the ratio's interval reaches {ratio_high:.4f}")
     if baseline:
@@ -561,8 +582,8 @@ def _record_refusals(target, logs, baseline, p: float, ratio_high: float) -> lis
 
 
 def _check_ladder(report: Report, claim: dict, logs) -> None:
-    """Fill the report of the ladder: one file <number>_<title>.txt for each step of one history, all of one budget. It
-    is closed: nothing is added to it, and no tool draws it again."""
+    """Fill the report of the ladder: one file <number>_<title>.txt for each step of one history, all of one
+    budget. It is closed: nothing is added to it, and no tool draws it again."""
     for what, value_of in (("tokens trained", lambda log: (log.result or {}).get("tokens_trained")),
                            ("batch_tokens", lambda log: log.config.get("batch_tokens"))):
         values = {str(value_of(log)): log.path.name for log in logs}
@@ -577,15 +598,16 @@ def _check_ladder(report: Report, claim: dict, logs) -> None:
         return
     for log in logs:
         number, seconds = log.path.stem.partition("_")[0], log.seconds_to(target)
-        measured |= {f"rung_{number}_loss": log.val_loss, f"rung_{number}_s": math.nan if seconds is None else seconds}
+        measured[f"rung_{number}_loss"] = log.val_loss
+        measured[f"rung_{number}_s"] = math.nan if seconds is None else seconds
         shown.append("-" if seconds is None else f"{seconds:.1f}")
-        report.lines.append(f"{log.path.stem}: loss {log.val_loss:.4f}, seconds to {target}: {shown[-1]}, source "
-                            f"{log.source_sha256[:12]}")
+        report.lines.append(f"{log.path.stem}: loss {log.val_loss:.4f}, seconds to {target}: {shown[-1]}, "
+                            f"source {log.source_sha256[:12]}")
     for key in claim:
         if key.startswith("rung_"):
             report.refusals += filter(None, [better_than_logs(key, claim[key], measured.get(key, math.nan))])
-    report.row = _row(report, claim, target, f"{len(logs)} rungs", f"{logs[0].val_loss:.4f} > {logs[-1].val_loss:.4f}",
-                      "", " > ".join(shown) + " to target", "")
+    losses, seconds = f"{logs[0].val_loss:.4f} > {logs[-1].val_loss:.4f}", " > ".join(shown) + " to target"
+    report.row = _row(report, claim, target, f"{len(logs)} rungs", losses, "", seconds, "")
 
 
 def _row(report: Report, claim: dict, target, n: str, loss: str, p: str, time: str, ratio_text: str) -> str:
@@ -595,19 +617,21 @@ def _row(report: Report, claim: dict, target, n: str, loss: str, p: str, time: s
     date, title = dated.groups() if dated else ("", name)
     kind = f"run ({NOT_A_RECORD})" if report.kind == "run" else report.kind
     shown_target = f"{target:g}" if isinstance(target, float) else target or ""
-    cells = [date, f"[{title}]({name}/)", kind, claim["hardware"], claim["data"], shown_target, n, loss, p, time,
-             ratio_text]
+    cells = [date, f"[{title}]({name}/)", kind, claim["hardware"], claim["data"], shown_target, n, loss, p,
+             time, ratio_text]
     return "| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |"
 
 
 def draft_claim(folder) -> str:
-    """A claim block for the folder's README.md, computed from its logs. Raises LogError when there are none."""
+    """A claim block for the folder's README.md, computed from its logs. Raises LogError when there are
+    none."""
     folder = Path(folder).resolve()
     logs, problems = logs_in(folder)
     if problems or not logs:
         raise LogError(problems[0] if problems else f"{folder.name}: no log (*.txt) there")
     baseline = baseline_in(folder)[0]
-    losses, times, target = [log.val_loss for log in logs], [log.train_time_s for log in logs], logs[0].target_loss
+    losses, times = [log.val_loss for log in logs], [log.train_time_s for log in logs]
+    target = logs[0].target_loss
     prints = " + ".join(str(mark) for mark, _ in logs[0].data_identity("val"))
     is_record = len(logs) >= MIN_RECORD_RUNS and len(baseline) > 1
     lines = [f'kind = "{"record" if is_record else "run"}"', f"time_s = {mean(times):.2f}",
@@ -642,7 +666,8 @@ def summary(reports) -> str:
 
 
 def around_table(readme: str) -> tuple[str, str, str]:
-    """(text before, table, text after) of records/README.md. Raises ClaimError when a marker is not there once."""
+    """(text before, table, text after) of records/README.md. Raises ClaimError when a marker is not there
+    once."""
     if readme.count(TABLE_BEGIN) != 1 or readme.count(TABLE_END) != 1:
         raise ClaimError("records/README.md: the table's markers are not there exactly once")
     before, rest = readme.split(TABLE_BEGIN)
@@ -651,7 +676,8 @@ def around_table(readme: str) -> tuple[str, str, str]:
 
 
 def write_table(table: str) -> None:
-    """Put the table between the markers of records/README.md. Raises ClaimError when they are not there once."""
+    """Put the table between the markers of records/README.md. Raises ClaimError when they are not there
+    once."""
     path = RECORDS / "README.md"
     before, _, after = around_table(path.read_text(encoding="utf-8"))
     path.write_text(f"{before}{TABLE_BEGIN}\n{table}\n{TABLE_END}{after}", encoding="utf-8")
@@ -666,7 +692,8 @@ def print_report(report: Report) -> None:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--draft", action="store_true", help="print a claim block computed from the logs")

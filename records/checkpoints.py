@@ -1,15 +1,16 @@
 """A checkpoint as a model that can be used: what sample.py, evaluate.py and export.py share.
 
-A checkpoint is a folder step_N: what torch.distributed.checkpoint writes (.metadata, __0_0.distcp) and checkpoint.json.
-Tensors are whole, keyed "PARAMETER/KIND", as in "blocks.0.attention.qk/weight". Kinds: weight (exact in fp32; ngrams in
-the precision of the run); momentum and second (a variance for each neuron) of Muon's; exp_avg and exp_avg_sq of Adam's;
-ema, the average over the end of the run, of embed, head and Muon's; second and seen (its last update) of ngrams' rows.
-checkpoint.json is the sha256 of its rest, a newline, and JSON: step, tokens, position in the data, times, steps of each
-bank, the header of the run's log under "run", and under "files" the sha256 of the other files.
-Tools open checkpoints through train_gpt.read_checkpoint and in no other way: what guards it guards them all.
+A checkpoint is a folder step_N: what torch.distributed.checkpoint writes (.metadata, __0_0.distcp) and
+checkpoint.json. Tensors are whole, keyed "PARAMETER/KIND", as in "blocks.0.attention.qk/weight". Kinds:
+weight (exact in fp32; ngrams in the precision of the run); momentum and second (a variance for each neuron)
+of Muon's; exp_avg and exp_avg_sq of Adam's; ema, the average over the end of the run, of embed, head and
+Muon's; second and seen (its last update) of ngrams' rows. checkpoint.json is the sha256 of its rest, a
+newline, and JSON: step, tokens, position in the data, times, steps of each bank, the header of the run's log
+under "run", and under "files" the sha256 of the other files. Tools open checkpoints through
+train_gpt.read_checkpoint and in no other way: what guards it guards them all.
 
-Called without targets, the model gives no logits but log probabilities [B, T, padded vocabulary] of the mixture of
-softmax and copies (train_gpt.Pointer); they sum to 1 over all ids, the padding included.
+Called without targets, the model gives no logits but log probabilities [B, T, padded vocabulary] of the
+mixture of softmax and copies (train_gpt.Pointer); they sum to 1 over all ids, the padding included.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Callable, NamedTuple
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES_BY_VOCABULARY = {50_257: "gpt2", 257: "bytes"}         # of the tokenizer, where no dataset.json named it
+NAMES_BY_VOCABULARY = {50_257: "gpt2", 257: "bytes"}     # of the tokenizer, where no dataset.json named it
 
 
 def import_trainer():
@@ -62,19 +63,21 @@ class Loaded(NamedTuple):
 
 
 def config_from(settings: dict, where):
-    """A run's settings, as JSON has them, as a Config. Raises Refusal when another version of the trainer wrote
-    them; where: the file that the message names."""
+    """A run's settings, as JSON has them, as a Config. Raises Refusal when another version of the trainer
+    wrote them; where: the file that the message names."""
     tg = import_trainer()
     strange = sorted(settings.keys() ^ tg.Config.__dataclass_fields__.keys())
     if strange:
-        raise tg.Refusal(f"{where}: made by another version of the trainer (it differs in {', '.join(strange)}); name "
-                         "its source with TRAIN_GPT=FILE (its log begins with it: records/replay.py LOG --write FILE)")
+        raise tg.Refusal(f"{where}: made by another version of the trainer (it differs in "
+                         f"{', '.join(strange)}); name its source with TRAIN_GPT=FILE (its log begins with it: "
+                         "records/replay.py LOG --write FILE)")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     return tg.Config(**values)
 
 
 def load_model(folder, device: str | None = None, compile: str = "auto") -> Loaded:
-    """Read a checkpoint into a model. Raises the trainer's Refusal for one that is damaged or does not fit."""
+    """Read a checkpoint into a model. Raises the trainer's Refusal for one that is damaged or does not
+    fit."""
     tg = import_trainer()
     facts, whole = tg.read_checkpoint(folder)
     try:
@@ -85,12 +88,13 @@ def load_model(folder, device: str | None = None, compile: str = "auto") -> Load
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with torch.device(where):
         model = tg.GPT(config, tg.choose_kernels(where, compile, "auto", "off", config.fits_flex))
-    weights = {f"{name}/weight": p for name, p in model.named_parameters() if p.numel()}     # without empty ones
+    weights = {f"{name}/weight": p for name, p in model.named_parameters() if p.numel()}     # no empty ones
     wanted = {key: tuple(p.shape) for key, p in weights.items()}
     found = {key: tuple(t.shape) for key, t in whole.items() if key.endswith("/weight")}
     for key in [*wanted, *found]:
         if wanted.get(key) != found.get(key):
-            raise tg.Refusal(f"{folder}: {key} is {found.get(key, 'missing')}, this model wants {wanted.get(key)}")
+            raise tg.Refusal(f"{folder}: {key} is {found.get(key, 'missing')}, this model wants "
+                             f"{wanted.get(key)}")
     with torch.no_grad():
         for key, p in weights.items():
             p.copy_(whole[key])
@@ -108,29 +112,31 @@ def tokenizer_of(loaded: Loaded) -> Tokenizer:
 
 
 def load_tokenizer(name: str | None, vocab_size: int, eod_id: int) -> Tokenizer:
-    """The tokenizer of that name: bytes, or one of tiktoken's. Raises Refusal when there is none to be had."""
+    """The tokenizer of that name: bytes, or one of tiktoken's. Raises Refusal when there is none to be
+    had."""
     tg = import_trainer()
     if not name:
-        raise tg.Refusal(f"no tokenizer is known for a vocabulary of {vocab_size:,} ids: no dataset.json beside the "
-                         "shards named one")
+        raise tg.Refusal(f"no tokenizer is known for a vocabulary of {vocab_size:,} ids: no dataset.json "
+                         "beside the shards named one")
     if name == "bytes":
         def to_text(ids):
             return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-        return Tokenizer(name, lambda text: list(utf8(text)), to_text, lambda: [1] * 256 + [0] * (vocab_size - 256))
+        return Tokenizer(name, encode=lambda text: list(utf8(text)), decode=to_text,
+                         lengths=lambda: [1] * 256 + [0] * (vocab_size - 256))
     try:
         import tiktoken
     except ImportError:
         raise tg.Refusal(f"the tokenizer {name} needs the package tiktoken: pip install tiktoken") from None
     known = tiktoken.list_encoding_names()
     if name not in known:
-        raise tg.Refusal(f"the data was made with the tokenizer {name!r} (dataset.json), which is neither bytes nor "
-                         f"one of tiktoken's ({', '.join(known)}): it can't be loaded here")
+        raise tg.Refusal(f"the data was made with the tokenizer {name!r} (dataset.json), which is neither "
+                         f"bytes nor one of tiktoken's ({', '.join(known)}): it can't be loaded here")
     try:
         encoding = tiktoken.get_encoding(name)
     except Exception as error:       # no network, no cache, a damaged file: all the same to the user
         why = textwrap.shorten(f"{type(error).__name__}: {error}".splitlines()[0], 150, placeholder=" ...")
-        raise tg.Refusal(f"tokenizer {name} is not to be had ({why}); without a network, set TIKTOKEN_CACHE_DIR to a "
-                         "folder that holds its files") from None
+        raise tg.Refusal(f"tokenizer {name} is not to be had ({why}); without a network, set "
+                         "TIKTOKEN_CACHE_DIR to a folder that holds its files") from None
     special = {eod_id, *range(encoding.n_vocab, vocab_size)}
 
     def to_ids(text):
@@ -152,7 +158,8 @@ def utf8(text: str) -> bytes:
 
 
 class Arguments(argparse.ArgumentParser):
-    """Reads a tool's command line; says in one line what is wrong with it. Its help keeps the lines of the text."""
+    """Reads a tool's command line; says in one line what is wrong with it. Its help keeps the lines of the
+    text."""
 
     def __init__(self, description: str):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,8 +169,8 @@ class Arguments(argparse.ArgumentParser):
 
 
 def drop_dead_output() -> None:
-    """Standard output and error go nowhere from here on, if they can't be written any more: so does what Python still
-    holds for them, and would fail to write at its end."""
+    """Standard output and error go nowhere from here on, if they can't be written any more: so does what
+    Python still holds for them, and would fail to write at its end."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
@@ -173,8 +180,8 @@ def drop_dead_output() -> None:
 
 
 def run_tool(main: Callable[[], int]) -> None:
-    """Call main and exit with its status; a Refusal is one line and status 2, and so is what ends a run: one line, or
-    none where whoever read the output has left."""
+    """Call main and exit with its status; a Refusal is one line and status 2, and so is what ends a run: one
+    line, or none where whoever read the output has left."""
     tg, name = import_trainer(), Path(sys.argv[0]).name
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -2,8 +2,8 @@
 
     python records/demo.py --preset=demo [--key=value ...]      options of the trainer ($TRAIN_GPT, or train_gpt.py)
 
-The closing words come from the checkpoint that the demo writes at its end; where there is none, or where the tokens are
-no bytes, there are none. Signals and exit codes are the trainer's own.
+The closing words come from the checkpoint that the demo writes at its end; where there is none, or where the
+tokens are no bytes, there are none. Signals and exit codes are the trainer's own.
 """
 
 import contextlib
@@ -35,7 +35,8 @@ def bigram_loss(c, train, val) -> float:
 
 
 def closing_words(checkpoint, num_tokens: int = 400) -> str:
-    """What the run that wrote the checkpoint has reached, in a few lines; empty when its tokens are no bytes."""
+    """What the run that wrote the checkpoint has reached, in a few lines; empty when its tokens are no
+    bytes."""
     tg, loaded = checkpoints.import_trainer(), checkpoints.load_model(checkpoint, device="cpu", compile="off")
     c, facts = loaded.config, loaded.facts
     if checkpoints.tokenizer_name(loaded) != "bytes":
@@ -48,15 +49,16 @@ def closing_words(checkpoint, num_tokens: int = 400) -> str:
              for name, nats in losses.items()]
     text = "".join(sample.sample(loaded, "\n\nThe ", num_tokens, 0.8, 50, c.seed))
     lines += ["a sample of what it writes:", *(f"    | {line}" for line in text.splitlines())]
-    lines.append(f"{facts['tokens'] / facts['total_ms'] * 1e3:,.0f} tokens/s on this machine; a GPU would train the "
-                 "real thing: ./run.sh on one to eight H100s with FineWeb shards")
+    tokens_per_s = facts["tokens"] / facts["total_ms"] * 1e3
+    lines.append(f"{tokens_per_s:,.0f} tokens/s on this machine; a GPU would train the real thing: ./run.sh on "
+                 "one to eight H100s with FineWeb shards")
     lines.append(f"the log is {Path(c.log_dir) / facts['run']['run_id']}.txt")
     return "\n".join(lines)
 
 
 class Bar:
-    """On a terminal, a progress bar in place of the lines of training steps; all else is printed above it. A terminal
-    that goes away, or a full disk behind the output, ends the show and not the training."""
+    """On a terminal, a progress bar in place of the lines of training steps; all else is printed above it. A
+    terminal that goes away, or a full disk behind the output, ends the show and not the training."""
 
     def __init__(self, terminal: bool | None = None):
         self.bar, self.gone = None, False

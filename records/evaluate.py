@@ -2,20 +2,22 @@
 
     python records/evaluate.py CHECKPOINT                          loss on the run's own validation shards
     python records/evaluate.py CHECKPOINT --files='data/x/*.bin'   on any shards of the same tokenizer
-    python records/evaluate.py CHECKPOINT --slices='a=data/x/val_*.bin,b=data/y/*.bin'     what its parts are worth
+    python records/evaluate.py CHECKPOINT --slices='a=data/x/val_*.bin,b=data/y/*.bin'    what parts are worth
     python records/evaluate.py CHECKPOINT --choices=FILE.jsonl     multiple choice in the manner of HellaSwag
 
-The loss is the trainer's: targets 1..N of the files, each scored once, in rows of --row_tokens that begin --overlap
-tokens before their first target, nats per token, of the mixture of the softmax over all ids and copies. Bits per byte
-divide by the bytes of the targets' text (end-of-document tokens cost bits and have no bytes).
+The loss is the trainer's: targets 1..N of the files, each scored once, in rows of --row_tokens that begin
+--overlap tokens before their first target, nats per token, of the mixture of the softmax over all ids and
+copies. Bits per byte divide by the bytes of the targets' text (end-of-document tokens cost bits and have no
+bytes).
 
---slices gives the loss on each named slice three times: with everything on, with the rows of the n-gram table zeroed,
-and with the copy pointer off. First it makes sure that the probabilities of all ids sum to 1 and that the loss is
-theirs. A table for people, then one line of JSON.
+--slices gives the loss on each named slice three times: with everything on, with the rows of the n-gram table
+zeroed, and with the copy pointer off. First it makes sure that the probabilities of all ids sum to 1 and that
+the loss is theirs. A table for people, then one line of JSON.
 
-A line of FILE.jsonl is {"ctx": "...", "endings": ["...", ...], "label": 0}. An ending is scored by the log-probability
-of its tokens after the context (copies from it count), in sum (acc) and per byte of the ending (acc_norm); the largest
-is the model's answer. A context that does not fit into a row loses its begin; an ending that does not is refused.
+A line of FILE.jsonl is {"ctx": "...", "endings": ["...", ...], "label": 0}. An ending is scored by the
+log-probability of its tokens after the context (copies from it count), in sum (acc) and per byte of the
+ending (acc_norm); the largest is the model's answer. A context that does not fit into a row loses its begin;
+an ending that does not is refused.
 """
 
 import contextlib
@@ -32,10 +34,10 @@ from records import checkpoints  # noqa: E402
 POINTER_OFF = 1e4           # a sentinel's score that leaves no share for copies in fp32, and no NaN
 CHECKED_TOKENS = 1024       # so many predictions must sum to 1 before a slice is scored
 MAX_MASS_ERROR = 1e-3       # of a sum of probabilities in fp32 over bf16 logits
-MAX_LOSS_ERROR = 1e-2       # relative, of the loss against these probabilities: two orders of summation in bf16
+MAX_LOSS_ERROR = 1e-2       # relative, of the loss against these probabilities: two ways through bf16
 
 
-# ---- loss ------------------------------------------------------------------------------------------------------------
+# ---- loss --------------------------------------------------------------------------------------------------
 
 def open_shards(loaded, files: str):
     """The token stream of the files. Raises Refusal unless they were made with the model's own tokenizer."""
@@ -46,12 +48,13 @@ def open_shards(loaded, files: str):
         card = tg.dataset_card([str(folder / "any.bin")])
         found = own if card is None else (card["tokenizer"], card["vocab_size"], card["eod_id"])
         if found != (own[0] or found[0], *own[1:]):
-            raise tg.Refusal(f"{folder}/dataset.json: tokenizers differ: these shards are {_tokenizer_text(*found)}, "
-                             f"the model was trained on {_tokenizer_text(*own)}")
-    documents = sum(len(stream.document_starts(k, c.eod_id)) for k in range(len(stream.paths)))   # checks all ids
-    if not documents:
-        raise tg.Refusal(f"{files}: no end-of-document id {c.eod_id} in them: made with another tokenizer, and their "
-                         "dataset.json left behind?")
+            raise tg.Refusal(f"{folder}/dataset.json: tokenizers differ: these shards are "
+                             f"{_tokenizer_text(*found)}, the model was trained on {_tokenizer_text(*own)}")
+    # This search refuses ids out of range, too.
+    marks = [len(stream.document_starts(k, c.eod_id)) for k in range(len(stream.paths))]
+    if not any(marks):
+        raise tg.Refusal(f"{files}: no end-of-document id {c.eod_id} in them: made with another tokenizer, "
+                         "and their dataset.json left behind?")
     return stream
 
 
@@ -62,8 +65,8 @@ def _tokenizer_text(name, vocab_size: int, eod_id: int) -> str:
 @torch.no_grad()
 def loss_on(loaded, files: str, num_targets: int = 0, row_tokens: int = 0, overlap: int | None = None,
             leave_out: int = -1) -> dict:
-    """Nats per token over the first num_targets (0: all) targets of the shards, those equal to leave_out left out; bits
-    per byte if the text is known. row_tokens 0 and overlap None: the run's own."""
+    """Nats per token over the first num_targets (0: all) targets of the shards, those equal to leave_out left
+    out; bits per byte if the text is known. row_tokens 0 and overlap None: the run's own."""
     tg, c, device = checkpoints.import_trainer(), loaded.config, loaded.model.embed.device
     stream = open_shards(loaded, files)
     num_targets = min(num_targets or stream.num_tokens - 1, stream.num_tokens - 1)
@@ -86,7 +89,7 @@ def loss_on(loaded, files: str, num_targets: int = 0, row_tokens: int = 0, overl
                 bits_per_byte=nats / math.log(2) / num_bytes if num_bytes else None)
 
 
-# ---- slices ----------------------------------------------------------------------------------------------------------
+# ---- slices ------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def replaced(parameter, numbers):
@@ -104,7 +107,8 @@ def everything_on(model):
 
 
 def table_zeroed(model):
-    """Every row of the n-gram table reads as zero. All are one row in memory: the table may be half of a GPU's."""
+    """Every row of the n-gram table reads as zero. All are one row in memory: the table may be half of a
+    GPU's."""
     return replaced(model.ngrams, torch.zeros_like(model.ngrams[:1]).expand_as(model.ngrams))
 
 
@@ -120,8 +124,8 @@ VARIANTS = {"all on": everything_on, "table zeroed": table_zeroed, "pointer off"
 
 @torch.no_grad()
 def check_mixture(loaded, files: str) -> None:
-    """Raises Failure unless the probabilities of all ids sum to 1 at each of the first tokens of the files, and the
-    loss of these tokens is that of these probabilities."""
+    """Raises Failure unless the probabilities of all ids sum to 1 at each of the first tokens of the files,
+    and the loss of these tokens is that of these probabilities."""
     tg, c, device = checkpoints.import_trainer(), loaded.config, loaded.model.embed.device
     stream = open_shards(loaded, files)
     count = min(CHECKED_TOKENS, c.row_tokens, stream.num_tokens - 1)
@@ -132,16 +136,16 @@ def check_mixture(loaded, files: str) -> None:
     by_hand = -float(log_p.gather(1, targets[0, :count, None].long()).sum())
     loss = float(loaded.model(inputs, targets, loaded.view))
     if not mass_error <= MAX_MASS_ERROR:
-        raise tg.Failure(f"{files}: the probabilities of all ids sum to 1 only within {mass_error:.2g}: a loss of them "
-                         "would mean nothing")
+        raise tg.Failure(f"{files}: the probabilities of all ids sum to 1 only within {mass_error:.2g}: "
+                         "a loss of them would mean nothing")
     if not abs(loss - by_hand) <= MAX_LOSS_ERROR * abs(by_hand):
         raise tg.Failure(f"{files}: the loss of the first {count} tokens is {loss / count:.4f}, by their "
                          f"probabilities it is {by_hand / count:.4f}")
 
 
 def read_slices(text: str) -> dict[str, str]:
-    """'a=x/*.bin,y/*.bin,b=z.bin' -> {name: patterns}: a part without '=' belongs to the name before it. Raises
-    Refusal."""
+    """'a=x/*.bin,y/*.bin,b=z.bin' -> {name: patterns}: a part without '=' belongs to the name before it.
+    Raises Refusal."""
     tg, slices, name = checkpoints.import_trainer(), {}, None
     for part in text.split(","):
         before, equals, pattern = part.partition("=")
@@ -159,7 +163,8 @@ def read_slices(text: str) -> dict[str, str]:
 
 def measure_slices(loaded, slices: dict[str, str], num_targets: int = 0, row_tokens: int = 0,
                    overlap: int | None = None) -> dict:
-    """{name: {targets, files, bits_per_byte, loss: {variant: nats per token}}}. Raises Refusal and Failure."""
+    """{name: {targets, files, bits_per_byte, loss: {variant: nats per token}}}. Raises Refusal and
+    Failure."""
     tg, found = checkpoints.import_trainer(), {}
     for files in slices.values():
         open_shards(loaded, files)                           # a bad one is refused before hours of scoring
@@ -172,7 +177,8 @@ def measure_slices(loaded, slices: dict[str, str], num_targets: int = 0, row_tok
             losses[variant] = score["loss"]
             if variant == "all on":
                 bits_per_byte = score["bits_per_byte"]
-        shards = [dict(file=Path(path).name, fingerprint=tg.fingerprint(path)) for path in tg.find_shards(files, "val")]
+        shards = [dict(file=Path(path).name, fingerprint=tg.fingerprint(path))
+                  for path in tg.find_shards(files, "val")]
         found[name] = dict(targets=score["targets"], files=shards, bits_per_byte=bits_per_byte, loss=losses)
     return found
 
@@ -192,7 +198,7 @@ def slices_table(found: dict) -> list[str]:
     return lines
 
 
-# ---- multiple choice -------------------------------------------------------------------------------------------------
+# ---- multiple choice ---------------------------------------------------------------------------------------
 
 def read_items(path) -> list[dict]:
     """The items of a JSONL file. Raises Refusal that names the line."""
@@ -207,13 +213,13 @@ def read_items(path) -> list[dict]:
         try:
             item = json.loads(line)
             ctx, endings, label = item["ctx"], item["endings"], int(item["label"])
-            texts_are_texts = isinstance(ctx, str) and all(isinstance(ending, str) and ending for ending in endings)
-            if not (texts_are_texts and 0 <= label < len(endings)):
+            are_texts = isinstance(ctx, str) and all(isinstance(ending, str) and ending for ending in endings)
+            if not (are_texts and 0 <= label < len(endings)):
                 raise ValueError
             "".join([ctx, *endings]).encode()                # half a surrogate pair is no text
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise tg.Refusal(f'{path}: line {number} is not {{"ctx": text, "endings": [texts], "label": index}}'
-                             ) from None
+            raise tg.Refusal(f'{path}: line {number} is not {{"ctx": text, "endings": [texts], "label": '
+                             'index}') from None
         items.append(dict(ctx=ctx, endings=endings, label=label, line=number))
     if not items:
         raise tg.Refusal(f"{path}: no items")
@@ -222,12 +228,12 @@ def read_items(path) -> list[dict]:
 
 @torch.no_grad()
 def log_probability(loaded, context: list[int], ending: list[int]) -> float:
-    """Of the ending's tokens after the context; a context that is too long loses its begin. Raises Refusal when the
-    ending alone does not fit into a row."""
+    """Of the ending's tokens after the context; a context that is too long loses its begin. Raises Refusal
+    when the ending alone does not fit into a row."""
     tg, c = checkpoints.import_trainer(), loaded.config
     if len(ending) > c.row_tokens:
-        raise tg.Refusal(f"an ending of {len(ending)} tokens: a row of this model holds {c.row_tokens}, so only a part "
-                         "of it would be scored")
+        raise tg.Refusal(f"an ending of {len(ending)} tokens: a row of this model holds {c.row_tokens}, so "
+                         "only a part of it would be scored")
     tokens = (context + ending)[-c.row_tokens - 1:]          # the last one is a target only
     inputs, length = tokens[:-1], tg.round_up(len(tokens) - 1, c.block_tokens)
     row = torch.tensor([inputs + [c.eod_id] * (length - len(inputs))], dtype=torch.int32)
@@ -237,8 +243,8 @@ def log_probability(loaded, context: list[int], ending: list[int]) -> float:
 
 
 def choose(loaded, items: list[dict]) -> dict:
-    """Accuracy over the items, by the sum and by the mean per byte. Raises Refusal for an item that can't be scored
-    whole."""
+    """Accuracy over the items, by the sum and by the mean per byte. Raises Refusal for an item that can't be
+    scored whole."""
     tg, tokenizer, right, right_norm = checkpoints.import_trainer(), checkpoints.tokenizer_of(loaded), 0, 0
     for item in items:
         context = [loaded.config.eod_id, *tokenizer.encode(item["ctx"])]
@@ -253,16 +259,17 @@ def choose(loaded, items: list[dict]) -> dict:
     return dict(items=len(items), acc=right / len(items), acc_norm=right_norm / len(items))
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
+# ---- command line ------------------------------------------------------------------------------------------
 
 def main() -> int:
     parser = checkpoints.Arguments(description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("--files", help="comma-separated patterns; default: the run's own validation files")
-    parser.add_argument("--tokens", type=int, help="targets; 0: all; default: the run's, all with --files and --slices")
+    parser.add_argument("--tokens", type=int, help="targets, 0: all; default: all with --files and --slices, "
+                                                   "else as many as the run")
     parser.add_argument("--row_tokens", type=int, help="context; default: the run's row_tokens")
     parser.add_argument("--overlap", type=int, help="context before a row; default: the run's val_overlap")
-    parser.add_argument("--slices", help="name=pattern,name2=pattern: what table and pointer are worth on each")
+    parser.add_argument("--slices", help="name=pattern,name2=pattern: what table and pointer are worth there")
     parser.add_argument("--choices", help="multiple-choice items, one JSON object a line")
     args = parser.parse_args()
     slices = read_slices(args.slices) if args.slices else {}
@@ -276,7 +283,7 @@ def main() -> int:
     if row_tokens % c.block_tokens or not 0 < row_tokens <= 2 ** 24:
         parser.error(f"--row_tokens={row_tokens}: expected a multiple of {c.block_tokens} up to {2 ** 24}")
     if not 0 <= overlap < row_tokens:
-        parser.error(f"--overlap={overlap}: expected 0 or more, and smaller than a row of {row_tokens} tokens")
+        parser.error(f"--overlap={overlap}: expected 0 or more, smaller than a row of {row_tokens} tokens")
     if items:
         found = choose(loaded, items)
         print(f"{found['items']} items: acc {found['acc']:.4f}, acc_norm {found['acc_norm']:.4f}")
@@ -284,8 +291,9 @@ def main() -> int:
         found = measure_slices(loaded, slices, args.tokens or 0, row_tokens, overlap)
         print("\n".join(slices_table(found)))
         run = loaded.facts["run"]
-        print(json.dumps(dict(run_id=run["run_id"], source_sha256=run["source_sha256"], step=loaded.facts["step"],
-                              row_tokens=row_tokens, overlap=overlap, parameters=run["parameters"], slices=found)))
+        print(json.dumps(dict(
+            run_id=run["run_id"], source_sha256=run["source_sha256"], step=loaded.facts["step"],
+            row_tokens=row_tokens, overlap=overlap, parameters=run["parameters"], slices=found)))
     if args.files or not (items or slices):
         if args.tokens is not None:
             num_targets = args.tokens

@@ -3,10 +3,11 @@
     python records/sample.py CHECKPOINT "Once upon a time"        CHECKPOINT: a folder checkpoints/RUN/step_N
     python records/sample.py CHECKPOINT "..." --tokens=256 --temperature=0.8 --top_k=50 --seed=0
 
-The prompt is put behind an end-of-document token, as documents are in training, and the text ends where the model ends
-its document, or after --tokens. Tokens are drawn from the mixture of softmax and copies, whose log probabilities the
-model gives; temperature and top_k act on these. The same seed gives the same text on the same machine. Each token costs
-one pass over the whole context and is shown at once; ids that only pad are never drawn.
+The prompt is put behind an end-of-document token, as documents are in training, and the text ends where the
+model ends its document, or after --tokens. Tokens are drawn from the mixture of softmax and copies, whose log
+probabilities the model gives; temperature and top_k act on these. The same seed gives the same text on the
+same machine. Each token costs one pass over the whole context and is shown at once; ids that only pad are
+never drawn.
 """
 
 import math
@@ -24,15 +25,16 @@ MAX_TOKENS_OF_A_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least
 
 
 @torch.no_grad()
-def generate(loaded, prompt: list[int], num_tokens: int, seed: int = 0, temperature: float = 0.8, top_k: int = 50
-             ) -> Iterator[int]:
-    """The tokens that follow the prompt, at most num_tokens of them, each from at most the last row_tokens before it;
-    ends before the first end-of-document token that is drawn."""
+def generate(loaded, prompt: list[int], num_tokens: int, seed: int = 0, temperature: float = 0.8,
+             top_k: int = 50) -> Iterator[int]:
+    """The tokens that follow the prompt, at most num_tokens of them, each from at most the last row_tokens
+    before it; ends before the first end-of-document token that is drawn."""
     c, model, view, tokens = loaded.config, loaded.model, loaded.view, list(prompt)
     device, generator = model.embed.device, torch.Generator().manual_seed(seed)
     for _ in range(num_tokens):
         context = tokens[-c.row_tokens:]
-        row = torch.tensor([context + [c.eod_id] * (-len(context) % c.block_tokens)], dtype=torch.int32, device=device)
+        filled = context + [c.eod_id] * (-len(context) % c.block_tokens)
+        row = torch.tensor([filled], dtype=torch.int32, device=device)
         log_p = model(row, None, view)[0, len(context) - 1, :c.vocab_size].float().cpu()
         best = (log_p / max(temperature, LOWEST_TEMPERATURE)).topk(min(top_k, c.vocab_size))
         token = int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)])
@@ -55,7 +57,8 @@ def as_text(tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
 
 def sample(loaded, prompt: str, num_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """The prompt and what follows it, in pieces. Raises Refusal for a prompt that the tokenizer can't take."""
+    """The prompt and what follows it, in pieces. Raises Refusal for a prompt that the tokenizer can't
+    take."""
     tokenizer = checkpoints.tokenizer_of(loaded)
     tokens = [loaded.config.eod_id, *tokenizer.encode(prompt)]
     yield prompt

@@ -1,11 +1,11 @@
 """Says whether a held-out slice shares text with the training shards, and can write the part that does not.
 
     python records/slices.py --train='data/x/train_*.bin' --slice='data/y/val_*.bin'
-    python records/slices.py --train=.. --slice=.. --out=data/y/val_clean.bin     its documents that share nothing
+    python records/slices.py --train=.. --slice=.. --out=data/y/val_clean.bin    its documents that share nothing
 
-A document of the slice is known when train holds the same document, token by token (by its hash), or when more than
---max_share of its 13-grams stand anywhere in train: 13 tokens in a row, 52 for bytes, never across documents. Exit
-status 0: no document is known; 1: some are; 2: it can't be said.
+A document of the slice is known when train holds the same document, token by token (by its hash), or when
+more than --max_share of its 13-grams stand anywhere in train: 13 tokens in a row, 52 for bytes, never across
+documents. Exit status 0: no document is known; 1: some are; 2: it can't be said.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from records import checkpoints  # noqa: E402
 
-GRAM_TOKENS = 13              # as GPT-3's authors looked for test sets in their corpus (Brown et al. 2020, in words)
+GRAM_TOKENS = 13              # so GPT-3's authors looked for test sets in their corpus (2020; 13 words)
 TOKENS_OF_A_BPE_TOKEN = 4     # bytes: about so many letters stand in one token of GPT-2's
 CHUNK_TOKENS = 2 ** 22
 GPT2 = dict(tokenizer="gpt2", vocab_size=50_257, eod_id=50_256)
@@ -78,7 +78,8 @@ def gram_hashes(tokens: Tensor, length: int) -> Tensor:
 
 def train_grams(stream, length: int) -> Iterator[Tensor]:
     for first in range(0, stream.num_tokens, CHUNK_TOKENS):
-        yield gram_hashes(read(stream, first, min(first + CHUNK_TOKENS + length - 1, stream.num_tokens)), length)
+        stop = min(first + CHUNK_TOKENS + length - 1, stream.num_tokens)
+        yield gram_hashes(read(stream, first, stop), length)
 
 
 def find_overlap(train, held_out, eod_id: int, length: int, max_share: float = 0.0) -> Overlap:
@@ -106,8 +107,10 @@ def write_shard(path: Path, stream, spans, eod_id: int) -> int:
     tg = checkpoints.import_trainer()
     mark = torch.tensor([eod_id], dtype=torch.int32)
     parts = [part for span in spans for part in (mark, read(stream, *span))]
-    if not parts or path.exists():
-        raise tg.Refusal(f"{path}: " + ("is there: not overwritten" if parts else "no document is left to write"))
+    if not parts:
+        raise tg.Refusal(f"{path}: no document is left to write")
+    if path.exists():
+        raise tg.Refusal(f"{path}: is there: not overwritten")
     tokens = torch.cat(parts).numpy().astype("<u2")
     head = torch.zeros(tg.SHARD_HEADER_BYTES // 4, dtype=torch.int32)
     head[:3] = torch.tensor([tg.SHARD_MAGIC, tg.SHARD_VERSION, len(tokens)])
@@ -122,7 +125,8 @@ def main() -> int:
     parser = checkpoints.Arguments(description=__doc__)
     parser.add_argument("--train", required=True, help="patterns of the training shards")
     parser.add_argument("--slice", required=True, help="patterns of the held-out shards")
-    parser.add_argument("--max_share", type=float, default=0.0, help="of a document's 13-grams that may be in train")
+    parser.add_argument("--max_share", type=float, default=0.0,
+                        help="of a document's 13-grams that train may hold")
     parser.add_argument("--out", type=Path, help="a shard to write, of the documents that are not known")
     args = parser.parse_args()
     if not 0 <= args.max_share <= 1:
@@ -130,8 +134,9 @@ def main() -> int:
     train, held_out, card = open_both(args.train, args.slice)
     length = GRAM_TOKENS * (TOKENS_OF_A_BPE_TOKEN if card["tokenizer"] == "bytes" else 1)
     found = find_overlap(train, held_out, card["eod_id"], length, args.max_share)
-    print(f"{found.num_documents:,} documents in the slice: {found.same_documents:,} stand in train as they are, "
-          f"{len(found.known):,} are known ({length}-grams: {found.shared_grams:,} of {found.grams:,} in train)")
+    print(f"{found.num_documents:,} documents in the slice: {found.same_documents:,} stand in train as they "
+          f"are, {len(found.known):,} are known ({length}-grams: {found.shared_grams:,} of {found.grams:,} in "
+          "train)")
     if args.out:
         known, spans = set(found.known), documents(held_out, card["eod_id"])
         clean = [span for i, span in enumerate(spans) if i not in known]
