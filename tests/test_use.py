@@ -262,6 +262,19 @@ def test_shards_of_another_tokenizer_are_refused(tg, loaded, tmp_path):
             evaluate.loss_on(loaded, f"{tmp_path}/bare/*.bin,{tmp_path}/other/*.bin")
 
 
+def test_a_model_whose_tokenizer_nobody_named_takes_shards_of_its_vocabulary(tg, loaded, tmp_path):
+    config = dataclasses.replace(loaded.config, vocab_size=300)
+    nameless = loaded._replace(config=config, facts={"run": {"data": {}}})
+    put_shard(tmp_path / "val_1.bin", [256, *b"hello world"])
+    for vocab_size, accepted in ((300, True), (299, False)):
+        (tmp_path / "dataset.json").write_text(json.dumps(dict(tokenizer="x", vocab_size=vocab_size, eod_id=256)))
+        if accepted:
+            assert evaluate.loss_on(nameless, f"{tmp_path}/*.bin")["bits_per_byte"] is None
+        else:
+            with pytest.raises(tg.Refusal, match="shards are x .299 ids"):
+                evaluate.open_shards(nameless, f"{tmp_path}/*.bin")
+
+
 def test_multiple_choice(tg, loaded, tmp_path):
     path = tmp_path / "items.jsonl"
     path.write_text("\n".join(map(json.dumps, ITEMS)))
@@ -334,6 +347,7 @@ def test_evaluate_from_the_command_line(trained, tmp_path, call):
     for wrong, words in (("--row_tokens=16", "smaller than a row"), ("--overlap=64", "smaller than a row"),
                          ("--overlap=-1", "0 or more"), ("--row_tokens=24", "a multiple of 16"),
                          ("--row_tokens=0", "a multiple of 16"), ("--slices=x", "expected name=pattern"),
+                         ("--row_tokens=16777232", "a multiple of 16 up to 16777216"),
                          ("--tokens=-1", "0 (all)"),
                          ("--slices=a=x,a=y", "'a' is empty or comes twice"), ("--slices==y", "'' is empty")):
         status, said, errors = call(evaluate, trained[0], wrong)
