@@ -407,7 +407,8 @@ def test_refused_for_its_readme(tmp_path, change, words):
     ("ratio", "0.2", 0.204, True), ("p", "0.007", 0.0071, True), ("p", "0.007", 0.0074, False),
     ("val_loss", "3.4750", 3.47504, True), ("val_loss", "3.4750", 3.47506, False), ("time_s", "55.0", 55.04, True),
     ("time_s", "55.0", 55.06, False), ("ratio", "0.200", 0.2004, True), ("ratio", "0.200", 0.2006, False),
-    ("p", "0.00700", 0.007004, True), ("p", "0.00700", 0.007006, False), ("rung_1_loss", "4", 4.001, False), ("rung_1_s", "1e2", 100.6, False), ("rung_1_s", "1e2", 100.4, True)])
+    ("p", "0.00700", 0.007004, True), ("p", "0.00700", 0.007006, False),
+    ("rung_1_loss", "4", 4.001, False), ("rung_1_s", "1e2", 100.6, False), ("rung_1_s", "1e2", 100.4, True)])
 def test_a_claim_may_round_by_half_a_unit_of_its_last_digit(key, claimed, measured, accepted):
     assert (check.better_than_logs(key, check.Decimal(claimed), measured) is None) == accepted
 
