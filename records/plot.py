@@ -4,6 +4,12 @@ table.
     python records/plot.py FOLDER... [-o runs.png]      folders and logs; a baseline/ sub-folder is drawn too
     python records/plot.py --scaling=TABLE.csv [--target=3.28] [-o scaling.png]    two recipes at several sizes
 
+TABLE.csv has a line for each recipe at each size; what has no log is named a figure, and drawn hollow:
+
+    recipe,size,log,gpu_seconds,loss
+    record 20,124M,2027-01-31_Base/*.txt,,
+    record 20,350M,figure,5200,3.02
+
 Several runs of one folder become their mean and a band from the lowest to the highest. Colours are those of
 Okabe and Ito, told apart by line style too; pictures are made to be read at 800 pixels of width.
 """
