@@ -137,9 +137,9 @@ def test_256_tokens_of_the_demo_model_take_seconds(tg):
     config = tg.parse_config(["--preset=demo"])[0]
     endless = dataclasses.replace(config, eod_id=300)        # an id that only pads: it is never drawn
     loaded = checkpoints.Loaded(endless, tg.GPT(config).eval(), {"step": config.num_steps})
-    began = time.perf_counter()
+    began = time.process_time()                              # of this process alone: the machine may be busy
     assert len([*sample.generate(loaded, [256], 256, temperature=0.0)]) == 256
-    assert time.perf_counter() - began < 15
+    assert time.process_time() - began < 15
 
 
 def test_sample_from_the_command_line(trained, call):
@@ -265,11 +265,12 @@ def test_shards_of_another_tokenizer_are_refused(tg, loaded, tmp_path):
 def test_a_model_whose_tokenizer_nobody_named_takes_shards_of_its_vocabulary(tg, loaded, tmp_path):
     config = dataclasses.replace(loaded.config, vocab_size=300)
     nameless = loaded._replace(config=config, facts={"run": {"data": {}}})
-    put_shard(tmp_path / "val_1.bin", [256, *b"hello world"])
+    put_shard(tmp_path / "val_1.bin", [256, 0, *b"hello world"])
     for vocab_size, accepted in ((300, True), (299, False)):
         (tmp_path / "dataset.json").write_text(json.dumps(dict(tokenizer="x", vocab_size=vocab_size, eod_id=256)))
         if accepted:
-            assert evaluate.loss_on(nameless, f"{tmp_path}/*.bin")["bits_per_byte"] is None
+            found = evaluate.loss_on(nameless, f"{tmp_path}/*.bin")
+            assert found["bits_per_byte"] is None and found["targets"] == 12         # id 0 is a target like others
         else:
             with pytest.raises(tg.Refusal, match="shards are x .299 ids"):
                 evaluate.open_shards(nameless, f"{tmp_path}/*.bin")
