@@ -49,6 +49,7 @@ import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from subprocess import DEVNULL, PIPE
 from typing import Callable, Iterable, Iterator, NamedTuple
 
@@ -102,7 +103,7 @@ class Config:
     batch_tokens: int = setting(393_216, "tokens of the largest step over all ranks", 1, 2 ** 26)
     stages: str = setting("record", "table in room 7: batch, window and more over the run")
     row_tokens: int = setting(16_384, "documents are packed into rows of so many", 8, 2 ** 24)
-    micro_rows: int = setting(1, "rows in one forward pass at most; auto or 0 = what memory allows")
+    micro_rows: int = setting(4, "rows in one forward pass at most; auto or 0 = what memory allows")
     # Validation
     val_tokens: int = setting(10_485_760, "targets scored, the files' first; 0 = all there are")
     val_overlap: int = setting(2048, "tokens of context that a row of validation has before its first target")
@@ -140,6 +141,7 @@ class Config:
     compile: str = setting("auto", "auto = on with a GPU")
     attention: str = setting("auto", "flex = FlexAttention, dense = reference")
     fp8: str = setting("auto", "output head in training; auto = where the device has it")
+    graphs: str = setting("auto", "CUDA graphs in training; auto = with an NVIDIA GPU and compilation")
     deterministic: str = setting("off", "on: same seed, same hardware, same losses, bit for bit; slower")
     # Output
     log_dir: str = setting("logs", "each run writes one file into it")
@@ -169,29 +171,29 @@ PRESETS: dict[str, dict] = {
         lr_scalar=0.028, lr_table=0.6),
     "demo": dict(              # bytes of English prose, two minutes on a CPU
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
-        vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, row_tokens=256, micro_rows=16,
-        val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0,
+        vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, stages="plain", row_tokens=256,
+        micro_rows=16, val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0,
         model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512,
         long_layers=(1, 3), no_attention_layers=(), value_layers=(0, 2, 3), table_rows=65_521,
         table_orders=(2, 3, 4), block_tokens=32, softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_embed=0.04,
         lr_value=0.85, lr_scalar=0.056, lr_table=0.8,
         checkpoint_every_steps=10 ** 6),
     "tiny": dict(              # three steps of a model for tests
-        num_steps=3, batch_tokens=1024, row_tokens=128, micro_rows=8, val_tokens=10_000, val_overlap=32,
-        val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2, head_dim=32, qk_dim=32,
-        copy_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(1,), value_layers=(0, 2),
-        table_rows=1021, block_tokens=16, lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85, lr_scalar=0.056,
-        lr_table=1.2),
+        num_steps=3, batch_tokens=1024, stages="plain", row_tokens=128, micro_rows=8, val_tokens=10_000,
+        val_overlap=32, val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2,
+        head_dim=32, qk_dim=32, copy_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(1,),
+        value_layers=(0, 2), table_rows=1021, block_tokens=16, lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85,
+        lr_scalar=0.056, lr_table=1.2),
 }
 CHOICES: dict[str, tuple[str, ...]] = dict(
-    preset=tuple(PRESETS), stages=("record", "sprint"),          # the names of STAGES, which room 7 holds
+    preset=tuple(PRESETS), stages=("record", "sprint", "plain"),     # the names of STAGES, in room 7
     compile=("auto", "on", "off"), attention=("auto", "flex", "dense"), fp8=("auto", "on", "off"),
-    deterministic=("on", "off"), self_check=("on", "off"))
+    graphs=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
 RESUME_MAY_CHANGE = {         # by a resumed run; the data itself is compared
     "preset", "train_files", "val_files", "max_epochs", "micro_rows", "val_tokens", "val_overlap",
-    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "deterministic",
-    "log_dir", "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume",
-    "self_check"}
+    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs",
+    "deterministic", "log_dir", "log_every_steps", "profile_steps", "checkpoint_every_steps",
+    "checkpoint_dir", "resume", "self_check"}
 MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
@@ -362,6 +364,7 @@ def init_world(deterministic: bool = False) -> World:
         raise Refusal(f"local rank {local} has no GPU: {count} found; use --nproc_per_node={count} or fewer")
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream())          # for all work: the default one can't be recorded
     torch.backends.cuda.matmul.allow_tf32 = True
     return World(rank, size, device, local)
 
@@ -430,26 +433,61 @@ class Kernels(NamedTuple):
     compile: bool = False
     flex: bool = False                       # FlexAttention over lists of blocks instead of a dense mask
     fp8: bool = False                        # the output head's matrix products in training
+    graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
 
 
 def choose_kernels(device: torch.device, compilation: str = "auto", attention: str = "auto",
-                   fp8: str = "auto", fits_flex: bool = True) -> Kernels:
+                   fp8: str = "auto", fits_flex: bool = True, graphs: str = "auto") -> Kernels:
     """Fast paths where the device has them, references elsewhere. Raises Refusal for what can't be done.
     Words are those of Config; fits_flex says whether FlexAttention takes the model's sizes."""
     on_gpu = device.type == "cuda"
     compiled = compilation == "on" or (compilation == "auto" and on_gpu)
     has_flex = on_gpu and compiled and fits_flex
-    on_nvidia = on_gpu and torch.version.hip is None
-    has_fp8 = on_nvidia and compiled and torch.cuda.get_device_capability(device) >= (8, 9)
+    can_record = on_gpu and compiled and torch.version.hip is None
+    has_fp8 = can_record and torch.cuda.get_device_capability(device) >= (8, 9)
     if fp8 == "on" and not has_fp8:
         raise Refusal("--fp8=on: it needs compilation and fp8 matrix units (compute capability 8.9 or "
                       "newer); use --fp8=off")
     if attention == "flex" and not has_flex:
         raise Refusal("--attention=flex: it needs a GPU, compilation, block_tokens=128, and head_dim, "
                       "qk_dim and copy_dim from 16 on; use --attention=dense")
+    if graphs == "on" and not can_record:
+        raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
     return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   dtype=torch.bfloat16 if on_gpu else torch.float32)
+                   graphs=can_record and graphs != "off", dtype=torch.bfloat16 if on_gpu else torch.float32)
+
+
+class Recorder:
+    """Calls function(*constants, *inputs) as one CUDA graph: the host launches that instead of 400 kernels.
+    constants are plain values, inputs tensors. For each combination of constants and shapes the first call
+    runs as it is (it compiles), the second is recorded; that one and all later ones copy their inputs into
+    the record's own and replay it. Results are the same tensors each time, with new contents: who needs them
+    after the next call clones them. What function reads and writes besides must stay where it is in memory.
+    A record freezes each address and each Python number. So a number that changes from call to call must be
+    an input, a 0-D tensor. Not allowed in a record: looks at values (.item(), if), collectives, randomness."""
+    def __init__(self, function: Callable, device: torch.device, is_recording: bool):
+        self.function, self.device, self.is_recording = function, device, is_recording
+        self.records = {}                  # None: called once; then (graph, its inputs, its results)
+        self.pool = torch.cuda.graph_pool_handle() if is_recording else None     # of memory, for all graphs
+
+    def __call__(self, constants: tuple, *inputs: Tensor):
+        key = constants, *(t.shape for t in inputs)
+        if not self.is_recording or key not in self.records:
+            self.records[key] = None
+            return self.function(*constants, *(t.to(self.device, non_blocking=True) for t in inputs))
+        if self.records[key] is None:
+            graph = torch.cuda.CUDAGraph()
+            own_inputs = [torch.zeros_like(t, device=self.device) for t in inputs]
+            # thread_local: other threads (the loader, NCCL's watchdog) may go on calling CUDA
+            with torch.cuda.graph(graph, self.pool, torch.cuda.current_stream(), "thread_local"):
+                results = self.function(*constants, *own_inputs)
+            self.records[key] = graph, own_inputs, results
+        graph, own_inputs, results = self.records[key]
+        for own, t in zip(own_inputs, inputs):
+            own.copy_(t, non_blocking=True)
+        graph.replay()
+        return results
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -489,16 +527,26 @@ def softcap(logits: Tensor, cap_shift_width: tuple[float, float, float]) -> Tens
 
 
 def mixed_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
-                        cap_shift_width: tuple[float, float, float]) -> Tensor:
+                        cap_shift_width: tuple[float, float, float], further: Tensor | None = None,
+                        further_weights: Tensor | None = None) -> Tensor:
     """Summed loss of a softmax mixed with copies: -log(e^log_lm softmax(logits)[target] + e^log_copy).
     logits = softcap(x w^T), for x [T, E], w [V, E]. Negative targets [T] are left out. -> fp32 scalar.
     log_lm [T]: log of the share of probability that goes to the softmax (lm: the language model proper).
     log_copy [T]: log of the probability that the copy pointer (room 5) gives to the target.
+    further [2, T]: targets of the next positions, which add weight * -log softmax(logits)[target], for the
+    weights [2] (multi-token prediction, Gloeckle et al. 2024, here by one head).
     It is the reference, and what validation uses everywhere."""
     capped = softcap(F.linear(x, w), cap_shift_width)
-    target_logit = capped.gather(1, targets.clamp(min=0).long()[:, None])[:, 0]
-    log_p = target_logit - capped.logsumexp(1)
-    return -(torch.logaddexp(log_lm + log_p, log_copy) * (targets >= 0)).sum()
+    logsumexp = capped.logsumexp(1)
+
+    def log_p(targets: Tensor) -> Tensor:
+        return capped.gather(1, targets.clamp(min=0).long()[:, None])[:, 0] - logsumexp
+
+    loss = -(torch.logaddexp(log_lm + log_p(targets), log_copy) * (targets >= 0)).sum()
+    if further is not None:
+        for more_targets, weight in zip(further, further_weights):
+            loss = loss - weight * (log_p(more_targets) * (more_targets >= 0)).sum()
+    return loss
 
 
 def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
@@ -513,54 +561,77 @@ X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(mod
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
 G_SCALE = 8192.0        # e5m2 holds gradients up to 7; they are at most cap / (4 width), 0.77 for the record
 
-def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
-                   cap_shift_width: tuple[float, float, float], fp8: bool):
-    """mixed_cross_entropy and its gradients by x, w, log_lm and log_copy, from logits that are made once.
+def softmax_gradient(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
+                     cap_shift_width: tuple[float, float, float], further: Tensor | None = None,
+                     further_weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses of mixed_cross_entropy [T], softmax_share [T], gradient by logits [T, V], all in fp32.
     Per position, with z = softcap(logits) and p = softmax(z)[target]:
         L = -log(e^log_lm p + e^log_copy)        softmax_share = e^log_lm p / (e^log_lm p + e^log_copy)
-        dL/dlogits = softmax_share (softmax(z) - onehot(target)) z (1 - z / cap) / width
         dL/dlog_lm = -softmax_share              dL/dlog_copy = softmax_share - 1
-    fp8 (record 19): operands are e4m3, gradients by logits e5m2, products bf16."""
+        dL/dlogits = softmax_share (softmax(z) - onehot(target)) z (1 - z / cap) / width
+    A further target adds the like to dL/dlogits, with its weight in place of softmax_share."""
     cap, _, width = cap_shift_width
+    z = softcap(logits, cap_shift_width)
+    logsumexp = (z - cap).exp().sum(1).log() + cap      # z <= cap: no maximum is needed
+
+    def log_p(targets: Tensor) -> Tensor:
+        target_logits = logits.gather(1, targets.clamp(min=0).long()[:, None])[:, 0]
+        return softcap(target_logits, cap_shift_width) - logsumexp
+
+    has_target = (targets >= 0).float()
+    log_softmax_part = log_lm + log_p(targets)
+    log_mixture = torch.logaddexp(log_softmax_part, log_copy)
+    softmax_share = (log_softmax_part - log_mixture).exp() * has_target
+    losses, shares = -log_mixture * has_target, [(targets, softmax_share)]
+    if further is not None:
+        for more_targets, weight in zip(further, further_weights):
+            share = weight * (more_targets >= 0).float()
+            losses = losses - share * log_p(more_targets)
+            shares.append((more_targets, share))
+    grad = (z - logsumexp[:, None]).exp() * sum(share for _, share in shares)[:, None]
+    ids = torch.arange(logits.size(1), device=logits.device)
+    for which, share in shares:
+        grad = grad - torch.where(ids == which[:, None], share[:, None], 0.0)
+    return losses, softmax_share, grad * z * (1 - z / cap) / width
+
+
+def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
+                   cap_shift_width: tuple[float, float, float], fp8: bool, further: Tensor | None = None,
+                   further_weights: Tensor | None = None):
+    """mixed_cross_entropy and its gradients by x, w, log_lm and log_copy, from logits that are made once.
+    fp8 (record 19): operands are e4m3, gradients by logits e5m2, products bf16."""
     if fp8:
         x8, w8 = (x * X_SCALE).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), fast_sums=True)
     else:
         logits = F.linear(x, w)
-    z = softcap(logits, cap_shift_width)
-    logsumexp = (z - cap).exp().sum(1, keepdim=True).log() + cap      # z <= cap: no maximum is needed
-    targets, log_lm, log_copy = targets[:, None], log_lm[:, None], log_copy[:, None]
-    has_target = (targets >= 0).float()
-    target_logit = softcap(logits.gather(1, targets.clamp(min=0).long()), cap_shift_width)
-    log_softmax_part = log_lm + target_logit - logsumexp
-    log_p = torch.logaddexp(log_softmax_part, log_copy)
-    softmax_share = (log_softmax_part - log_p).exp() * has_target
-    onehot = torch.arange(w.size(0), device=w.device, dtype=targets.dtype) == targets
-    grad = ((z - logsumexp).exp() - onehot.float()) * softmax_share * z * (1 - z / cap) / width
-    loss = -(log_p * has_target).sum()
-    d_lm, d_copy = -softmax_share[:, 0], (softmax_share - has_target)[:, 0]
-    if not fp8:
+    losses, softmax_share, grad = softmax_gradient(logits, targets, log_lm, log_copy, cap_shift_width,
+                                                   further, further_weights)
+    if fp8:
+        g8 = (grad * G_SCALE).to(torch.float8_e5m2)
+        g8_t = g8.t().contiguous()
+        dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
+        dw = fp8_matmul(g8_t, x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+    else:
         grad = grad.to(x.dtype)
-        return loss, grad @ w, grad.t() @ x, d_lm, d_copy
-    g8 = (grad * G_SCALE).to(torch.float8_e5m2)
-    dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
-    dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
-    return loss, dx, dw, d_lm, d_copy
+        dx, dw = grad @ w, grad.t() @ x
+    return losses.sum(), dx, dw, -softmax_share, softmax_share - (targets >= 0).float()
 
 
 class HeadLoss(torch.autograd.Function):
     """head_gradients as a differentiable scalar. gradients is head_gradients, compiled or not. The forward
     pass does all the work; the backward pass only multiplies by the gradient from above."""
     @staticmethod
-    def forward(ctx, x, w, targets, log_lm, log_copy, cap_shift_width, fp8, gradients):
-        loss, *saved = gradients(x, w, targets, log_lm, log_copy, cap_shift_width, fp8)
+    def forward(ctx, gradients, x, w, targets, log_lm, log_copy, *more):
+        loss, *saved = gradients(x, w, targets, log_lm, log_copy, *more)
+        ctx.num_more = len(more)
         ctx.save_for_backward(*saved)
         return loss
 
     @staticmethod
     def backward(ctx, upstream):
         dx, dw, d_lm, d_copy = (t * upstream.to(t.dtype) for t in ctx.saved_tensors)
-        return dx, dw, None, d_lm, d_copy, None, None, None
+        return None, dx, dw, None, d_lm, d_copy, *[None] * ctx.num_more
 
 
 def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor]:
@@ -730,7 +801,7 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 class Group(NamedTuple):
     """Parameters that share one rule and one rate. A cell that the rule doesn't read is None.
     A parameter of kind "rows" is a table [R, C] that is looked up by row. It has .touched instead of .grad:
-    a list with (ids [..], looked-up rows [.., C] whose .grad the optimizer takes) for each look-up."""
+    a list with (ids [..], gradients [.., C] of these rows) for each pass."""
     name: str
     kind: str                    # the rule, by its name in RULES: muon | adam | rows
     params: dict[str, nn.Parameter]
@@ -964,7 +1035,7 @@ class RowBank(Bank):
         """Starts to collect all ranks' ids [M] and this rank's columns [M, width] of all ranks' gradients."""
         size = self.world.size
         ids = torch.cat([ids.flatten() for ids, _ in self.table.touched])
-        grads = torch.cat([rows.grad.flatten(0, -2) for _, rows in self.table.touched])
+        grads = torch.cat([grads.flatten(0, -2) for _, grads in self.table.touched])
         self.ids, self.grads, self.grad_shard = ids, grads, grads
         if size == 1:
             return []
@@ -1124,8 +1195,20 @@ class View(NamedTuple):
     number of candidates does: the head has another shape then (see Kernels)."""
     window: int                  # long window, in blocks
     candidates: int = 0          # ids in the training softmax, 0 = all
-    row: int = 0                 # running number of this batch's first row: where its negatives start
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
+    further_targets: bool = False      # whether the tokens after the next one are predicted too
+    # What changes from step to step: 0-D [] and [2] in training, so that a Recorder can record the pass
+    row: int | Tensor = 0        # running number of this batch's first row: where its negatives start
+    further_weights: Tensor | None = None      # of the further targets' losses
+
+
+def next_targets(targets_BT: Tensor, segments_BT: Tensor) -> Tensor:
+    """Targets of the next position and the one after it, [B, 2, T]; -1 where these are of another segment."""
+    found = []
+    for distance in (1, 2):
+        targets = targets_BT.masked_fill(~same_document(segments_BT, distance), -1)
+        found.append(F.pad(targets[:, distance:], (0, distance), value=-1))
+    return torch.stack(found, 1)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -1365,24 +1448,28 @@ class GPT(nn.Module):
             # Validation runs training's graphs up to here, but its loss keeps no graph for a backward pass
             x, log_lm, log_copy = x.detach(), log_lm.detach(), log_copy.detach()
         # unbind: its backward pass stacks the rows' gradients once, where x[i] would add up B padded copies
-        rows = zip(x.unbind(), targets.unbind(), log_lm.unbind(), log_copy.unbind())
+        further = next_targets(targets, mask.segments_BT) if view.further_targets else [None] * len(x)
+        rows = zip(x.unbind(), targets.unbind(), log_lm.unbind(), log_copy.unbind(), further)
         total = 0
         with torch.set_grad_enabled(view.training):
             for i, row in enumerate(rows):
                 total = total + self.row_loss(*row, view, view.row + i)
         return total
 
-    def row_loss(self, x_TE: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor, view: View, row: int):
-        """Loss of one row: [T, E], [T] thrice -> scalar, over all ids or over candidates of its own."""
+    def row_loss(self, x_TE: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
+                 further: Tensor | None, view: View, row: int | Tensor) -> Tensor:
+        """Loss of one row: [T, E], [T] thrice, [2, T] -> scalar, over all ids or candidates of its own."""
         c, w = self.config, self.embed
         if view.candidates:
             ids, columns = candidate_set(targets, len(w), view.candidates, start=row * view.candidates)
             w = w.index_select(0, ids)
             targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
+            if further is not None:
+                further = torch.where(further < 0, -1, columns[further.clamp(min=0).long()])
+        inputs, more = (x_TE, w, targets, log_lm, log_copy), (further, view.further_weights)
         if view.training and self.kernels.compile:
-            fp8, gradients = self.kernels.fp8, self.head_gradients
-            return HeadLoss.apply(x_TE, w, targets, log_lm, log_copy, c.softcap, fp8, gradients)
-        return self.cross_entropy(x_TE, w, targets, log_lm, log_copy, c.softcap)
+            return HeadLoss.apply(self.head_gradients, *inputs, c.softcap, self.kernels.fp8, *more)
+        return self.cross_entropy(*inputs, c.softcap, *more)
 
 
 class Family(NamedTuple):
@@ -1757,19 +1844,26 @@ class Stage(NamedTuple):
     window: int                       # of long layers, in blocks
     candidates: float                 # share of the vocabulary in the training softmax; 0 = full softmax
     batch_share: float = 1.0          # share of batch_tokens in a step, at most 1
+    # multi-token prediction: weights of the second and third next token's losses, at begin and end
+    mtp: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
 
 
 # table
 STAGES: dict[str, tuple[Stage, ...]] = {
     "record": (
-        #     until  clip  window candidates share
-        Stage(0.200, 896,  3,     0.2,       1 / 3),
-        Stage(0.667, 2048, 7,     0.2,       2 / 3),
+        #     until  clip  window candidates share  mtp
+        Stage(0.200, 896,  3,     0.2,       1 / 3, ((0.5, 0.25), (0.5, 0.0))),
+        Stage(0.667, 2048, 7,     0.2,       2 / 3, ((0.5, 0.0), (0.0, 0.0))),
         Stage(0.920, 2048, 11,    0.2,       1.0),
         Stage(1.000, 2048, 13,    0.0,       1.0)),
     "sprint": (
-        Stage(0.200, 896,  3,     0.2,       1.0),
-        Stage(0.667, 2048, 7,     0.2,       1.0),
+        Stage(0.200, 896,  3,     0.2,       1.0,  ((0.5, 0.25), (0.5, 0.0))),
+        Stage(0.667, 2048, 7,     0.2,       1.0,  ((0.5, 0.0), (0.0, 0.0))),
+        Stage(0.920, 2048, 11,    0.2,       1.0),
+        Stage(1.000, 2048, 13,    0.0,       1.0)),
+    "plain": (
+        Stage(0.200, 896,  3,     0.2,       0.25),
+        Stage(0.667, 2048, 7,     0.2,       0.5),
         Stage(0.920, 2048, 11,    0.2,       1.0),
         Stage(1.000, 2048, 13,    0.0,       1.0)),
 }
@@ -1792,6 +1886,16 @@ def candidates_at(c: Config, step: int) -> int:
     """Ids in the step's training softmax, a multiple of 128; 0 = full softmax."""
     share = stage_at(c, step).candidates
     return min(c.padded_vocab, math.ceil(share * c.padded_vocab / 128) * 128)
+
+
+def further_weights_at(c: Config, step: int) -> tuple[float, float]:
+    """Weights of the losses of the second and third next token: linear within a stage."""
+    stages, stage = STAGES[c.stages], stage_at(c, step)
+    i = stages.index(stage)
+    begin = stages[i - 1].until if i > 0 else 0.0
+    done = (step / c.num_steps - begin) / (stage.until - begin)
+    second, third = (first + (last - first) * done for first, last in zip(*stage.mtp))
+    return second, third
 
 
 def cooldown_at(c: Config, step: int) -> float:
@@ -2258,6 +2362,7 @@ class Run:
     train_stream: TokenStream
     val_stream: TokenStream
     micro_rows: int
+    forward_backward: Recorder
     position: Position = Position()
 
 
@@ -2274,7 +2379,7 @@ def build(c: Config, world: World, overrides: dict) -> Run:
                       f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} "
                       "(--nproc_per_node or NPROC)")
     budget(c, train_stream)
-    kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex)
+    kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex, c.graphs)
     if kernels.compile and not world.is_cuda and not find_compiler():
         raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use "
                       "--compile=off")
@@ -2285,7 +2390,9 @@ def build(c: Config, world: World, overrides: dict) -> Run:
         model = GPT(c, kernels)
     groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or max(row_counts))
+    recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or max(row_counts),
+               recorder)
 
 
 def train_view(run: Run, step: int) -> View:
@@ -2294,7 +2401,12 @@ def train_view(run: Run, step: int) -> View:
     c, world = run.config, run.world
     rows_per_step = c.batch_tokens // c.row_tokens + 1
     first_row = step * rows_per_step + world.rank * rows_at(c, step) // world.size
-    return View(stage_at(c, step).window, candidates_at(c, step), first_row, training=True)
+    # filled on the device: a copy from the host would wait for it
+    row, *weights = (torch.full((), number, device=world.device)
+                     for number in (first_row, *further_weights_at(c, step)))
+    return View(stage_at(c, step).window, candidates_at(c, step), training=True,
+                further_targets=any(map(any, stage_at(c, step).mtp)), row=row,
+                further_weights=torch.stack(weights))
 
 
 def rows_at_once(run: Run, step: int) -> int:
@@ -2303,21 +2415,32 @@ def rows_at_once(run: Run, step: int) -> int:
     return max(n for n in range(1, min(run.micro_rows, rows) + 1) if rows % n == 0)
 
 
+def forward_backward(model: GPT, view: View, step_tokens: int, inputs: Tensor, targets: Tensor, row: Tensor,
+                     further_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass, which adds to the parameters' gradients: what a Recorder may record of a step.
+    step_tokens: of all passes and ranks, so that parts add up to the mean; row, further_weights: see View.
+    -> this pass's part of the loss, ids of n-gram rows looked up [J, B, T], their gradients [J, B, T, E]."""
+    loss = model(inputs, targets, view._replace(row=row, further_weights=further_weights)) / step_tokens
+    loss.backward()
+    ids, rows = model.ngrams.touched.pop()
+    return loss.detach(), ids, rows.grad
+
+
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
     """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all
     ranks' stop."""
     c, world = run.config, run.world
-    view, rows = train_view(run, step), rows_at_once(run, step)
-    # of all ranks, so that parts add up to the mean
-    step_tokens = rows_at(c, step) * c.row_tokens
-    loss = torch.zeros((), device=world.device)
-    for inputs, targets in zip(batch.inputs.split(rows), batch.targets.split(rows)):
-        inputs = inputs.to(world.device, non_blocking=True)
-        targets = targets.to(world.device, non_blocking=True)
-        part = run.model(inputs, targets, view) / step_tokens
-        part.backward()
-        loss += part.detach()
-        view = view._replace(row=view.row + rows)
+    view, rows, step_tokens = train_view(run, step), rows_at_once(run, step), rows_at(c, step) * c.row_tokens
+    constants = view._replace(row=0, further_weights=None), step_tokens
+    loss, touched = torch.zeros((), device=world.device), run.model.ngrams.touched
+    for first in range(0, len(batch.inputs), rows):
+        inputs, targets = batch.inputs[first:first + rows], batch.targets[first:first + rows]
+        part_loss, ids, grads = run.forward_backward(constants, inputs, targets, view.row + first,
+                                                     view.further_weights)
+        loss += part_loss
+        if first + rows < len(batch.inputs):             # else nothing will overwrite them
+            ids, grads = ids.clone(), grads.clone()
+        touched.append((ids, grads))
     norms = run.optimizer.step(lr_scale, momentum_at(c, step))
     ema_rate, is_last = ema_rate_at(c, step), step == c.num_steps - 1
     if ema_rate:
@@ -2346,11 +2469,12 @@ def warmup(run: Run, log: RunLog) -> None:
     saved = [(t, t.clone()) for bank in banks for t in bank.tensors()]
     saved_steps = [bank.steps for bank in banks]
     fit_memory(run, log)
-    last_step_of_shape = {(rows_at(c, step), candidates_at(c, step)): step for step in range(c.num_steps)}
-    for (num_rows, _), step in last_step_of_shape.items():
+    last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
+    for step in last_step_of_stage.values():
+        num_rows = rows_at(c, step)
         num_tokens = num_rows // world.size * c.row_tokens
         tokens = (torch.arange(num_tokens).int() % c.vocab_size).view(-1, c.row_tokens)
-        # the first step compiles; the second shows that nothing is left to
+        # the first step compiles, the second records
         for _ in range(2):
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
             log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
@@ -2881,8 +3005,8 @@ def compile_beside(argv: list[str]) -> int:
     small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows
     run = build(dataclasses.replace(config, table_rows=small_table), init_world(), overrides)
     c, model, device = run.config, run.model, run.world.device
-    last_step_of_shape = {candidates_at(c, step): step for step in range(c.num_steps)}
-    for step in last_step_of_shape.values():
+    last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
+    for step in last_step_of_stage.values():
         tokens, targets = torch.zeros(2, rows_at_once(run, step), c.row_tokens, dtype=torch.int32, device=device)
         x = torch.randn(*tokens.shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
         mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
