@@ -45,7 +45,6 @@ import threading
 import time
 import typing
 import uuid
-import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -1431,38 +1430,36 @@ SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 1024                    # 256 int32: magic, version, number of tokens, unused
 SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fit a cache as int32
 
-def shard_tokens(path: str) -> int:
-    """Number of tokens of a shard in FineWeb's format: a header, then uint16 tokens. Raises Refusal."""
+def open_shard(path: str) -> Tensor:
+    """The tokens of a shard in FineWeb's format, a header and then uint16, memory-mapped. Raises Refusal."""
     try:
-        size = os.path.getsize(path)
         with open(path, "rb") as file:
             header = file.read(SHARD_HEADER_BYTES)
-    except OSError as error:
-        raise Refusal(f"{path}: can't be read ({error.strerror})") from None
-    magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
-    expected_size = SHARD_HEADER_BYTES + 2 * count
-    if size < SHARD_HEADER_BYTES:
-        fault = (f"{size} bytes, too short to hold a shard header of 1,024 bytes "
-                 "(is it the pointer text of a large-file store?)")
-    elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        fault = (f"found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION} "
-                 "(raw tokens have none; 20240801 is the 32-bit-token format)")
-    elif count <= 0 or size != expected_size:
-        fault = (f"header says {count:,} tokens ({expected_size:,} bytes), found {size:,} bytes, "
-                 "expected as many and at least one token")
-    else:
-        return count
-    raise Refusal(f"{path}: {fault}; delete the file, and download it or make it again with data/text.py")
+        size = os.path.getsize(path)
+        magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
+        expected_size = SHARD_HEADER_BYTES + 2 * count
+        fault = f"header says {count:,} tokens ({expected_size:,} bytes), found {size:,} bytes"
+        if size < SHARD_HEADER_BYTES:
+            fault = (f"{size} bytes, too short to hold a shard header of 1,024 bytes "
+                     "(is it the pointer text of a large-file store?)")
+        elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+            fault = (f"found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION} "
+                     "(raw tokens have none; 20240801 is the 32-bit-token format)")
+        elif count > 0 and size == expected_size:
+            whole_file = torch.from_file(path, shared=False, size=size // 2, dtype=torch.uint16)
+            return whole_file[SHARD_HEADER_BYTES // 2:]
+    except (OSError, RuntimeError) as error:     # RuntimeError: it can't be mapped
+        fault = f"can't be read ({error})"
+    raise Refusal(f"{path}: {fault}; restore it, or delete it and download or make it again")
 
 
 def matching_files(pattern: str, what: str) -> list[str]:
     """What one pattern means: the file or folder of that very name, else a glob. Of a folder: its shards."""
     for text in (pattern, os.path.expanduser(pattern.strip(" ,"))):
-        folder, name = os.path.split(text)       # brackets of an existing folder are no pattern
-        attempts = [glob.escape(text), os.path.join(glob.escape(folder), name), text]
         if os.path.isdir(text):
-            attempts = [os.path.join(glob.escape(text), f"*{what}*.bin")]
-        for attempt in attempts:
+            text = os.path.join(glob.escape(text), f"*{what}*.bin")
+        folder, name = os.path.split(text)       # brackets of an existing folder are no pattern
+        for attempt in (glob.escape(text), os.path.join(glob.escape(folder), name), text):
             found = glob.glob(attempt)
             if found:
                 return found
@@ -1499,14 +1496,12 @@ def dataset_card(paths: list[str]) -> dict | None:
     if not os.path.lexists(card):
         return None
     try:
-        if not card.is_file():
-            raise OSError("no file")             # reading a pipe would wait for a writer
-        found = json.loads(card.read_text(encoding="utf-8-sig"))        # -sig: Windows writes a mark first
+        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"     # -sig: of Windows
+        found = json.loads(text)
         vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
         are_whole = type(vocab_size) is int and type(eod_id) is int
         if not are_whole or not 0 <= eod_id < vocab_size <= 65_536:
-            raise ValueError("expected 0 <= eod_id < vocab_size <= 65536, "
-                             f"found {eod_id!r:.40} and {vocab_size!r:.40}")
+            raise ValueError(f"expected 0 <= eod_id < vocab_size <= 65536, not {eod_id!r:.40}, {vocab_size!r:.40}")
         return dict(tokenizer=str(tokenizer) if tokenizer else None, vocab_size=vocab_size, eod_id=eod_id)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); "
@@ -1517,30 +1512,18 @@ class TokenStream:
     """The tokens of several shards as one memory-mapped sequence: reads them, finds documents, checks ids."""
     def __init__(self, paths: list[str], vocab_size: int):
         self.paths, self.vocab_size = paths, vocab_size
-        self.starts = [0, *itertools.accumulate(map(shard_tokens, paths))]  # of each shard; the stream's end
+        self.shards = [open_shard(path) for path in paths]       # uint16, with which torch hardly computes
+        self.starts = [0, *itertools.accumulate(map(len, self.shards))]      # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
         if self.num_tokens < 2:
             raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
-        self.maps: dict[int, Tensor] = {}
         self.indexed: dict[tuple[int, int], list[int]] = {}      # a shard is searched once, however many ask
-
-    def shard(self, k: int) -> Tensor:
-        """Tokens of shard k as uint16, with which torch hardly computes. Raises Refusal."""
-        if k not in self.maps:
-            header_words = SHARD_HEADER_BYTES // 2
-            words = header_words + self.starts[k + 1] - self.starts[k]
-            try:
-                whole_file = torch.from_file(self.paths[k], shared=False, size=words, dtype=torch.uint16)
-            except RuntimeError as error:
-                raise Refusal(f"{self.paths[k]}: can't be read any more ({error})") from None
-            self.maps[k] = whole_file[header_words:]
-        return self.maps[k]
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """Copy tokens start..stop-1 into out (int32), over the borders of shards."""
         k = bisect.bisect_right(self.starts, start) - 1
         while start < stop:
-            tokens = self.shard(k)[start - self.starts[k]:stop - self.starts[k]]     # ends with its shard
+            tokens = self.shards[k][start - self.starts[k]:stop - self.starts[k]]     # ends with its shard
             out[:len(tokens)] = tokens
             start, out, k = start + len(tokens), out[len(tokens):], k + 1
 
@@ -1549,7 +1532,7 @@ class TokenStream:
         if (k, eod_id) in self.indexed:
             return self.indexed[k, eod_id]
         starts, begin = [], 0
-        for chunk in self.shard(k).split(SCAN_TOKENS):
+        for chunk in self.shards[k].split(SCAN_TOKENS):
             ids = chunk.int()
             if int(ids.max()) >= self.vocab_size:
                 at = int((ids >= self.vocab_size).nonzero()[0])
@@ -1570,7 +1553,7 @@ class TokenStream:
         """int64 [documents]: a hash of the first length tokens after the mark, for each document of shard k
         that has so many: the sum of all tokens, each times a random odd number that belongs to its place,
         modulo 2^64. Equal texts have equal hashes, others practically never (Carter and Wegman 1979)."""
-        tokens = self.shard(k)
+        tokens = self.shards[k]
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
         lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
         starts = starts[lengths >= 1 + length]
@@ -1677,12 +1660,11 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
         per_rank = rows_per_rank(num_rows, size)
-        own_rows = rows[rank * per_rank:(rank + 1) * per_rank]
         inputs, targets = torch.empty(2, per_rank, row_tokens, dtype=torch.int32, pin_memory=pinned)
-        for i, spans in enumerate(own_rows):
+        inputs.fill_(planner.eod_id)
+        targets.fill_(-1)
+        for i, spans in enumerate(rows[rank * per_rank:(rank + 1) * per_rank]):
             fill_row(planner.stream, spans, inputs[i], targets[i])
-        inputs[len(own_rows):] = planner.eod_id
-        targets[len(own_rows):] = -1
         return Batch(inputs, targets, planner.position)
     with ThreadPoolExecutor(1) as pool:
         futures = (pool.submit(prepare, *step) for step in plan)
@@ -1866,8 +1848,7 @@ class RunLog:
 
     def close(self) -> None:
         if self.file is not None:
-            with contextlib.suppress(OSError):
-                self.file.close()
+            self.file.close()
         for stream in (sys.stdout, sys.stderr):  # what others have printed
             say("", stream, end="")
 
@@ -2126,24 +2107,22 @@ class Progress:
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
         """Note a step (counted from 0; tokens of all ranks; lr relative to the groups' rates) whose stats
-        (loss, each bank's squared gradient norm, stop) reach the CPU before clock.last; look at the last."""
+        (loss, each bank's squared gradient norm, stop) reach the CPU before it is done; look at the last."""
         self.tokens += tokens
-        self.look((step, tokens, self.tokens, lr, stats, self.clock.last))
+        self.look((step, tokens, self.tokens, lr, stats))
 
     def look(self, following: tuple | None = None) -> None:
         """Write the line of the step that waits, if due. Raises Failure for what is not finite in it."""
         noted, self.waiting = self.waiting, following
         if noted is None:
             return
-        step, tokens, tokens_so_far, lr, stats, arrived = noted
-        if self.clock.cuda:
-            arrived.synchronize()
+        step, tokens, tokens_so_far, lr, stats = noted
+        self.clock.collect(keep=1 if following else 0)           # waits until the stats have arrived
         c, done = self.config, step + 1
         loss, *squared_norms, stop = stats.tolist()
         gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
         need_finite(f"step {done}", {"loss": loss} | gradients)
         self.stopping = bool(stop)
-        self.clock.collect(keep=1)
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
