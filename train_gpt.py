@@ -1423,7 +1423,6 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
 # Shards become one stream of tokens, the stream becomes rows. A document begins at its mark, the id eod_id. A
 # row is row_tokens inputs with their targets. A piece is what a row holds of one document; the model calls it
 # a segment, and none sees another. Adjoining pieces of a row are one span (start, stop) of the stream.
-# Everything here takes plain numbers.
 
 SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
 SHARD_VERSION = 1
@@ -1433,6 +1432,8 @@ SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fi
 def open_shard(path: str) -> Tensor:
     """The tokens of a shard in FineWeb's format, a header and then uint16, memory-mapped. Raises Refusal."""
     try:
+        if not os.path.isfile(path):
+            raise OSError("no file")             # opening a pipe would wait for a writer
         with open(path, "rb") as file:
             header = file.read(SHARD_HEADER_BYTES)
         size = os.path.getsize(path)
@@ -1450,7 +1451,7 @@ def open_shard(path: str) -> Tensor:
             return whole_file[SHARD_HEADER_BYTES // 2:]
     except (OSError, RuntimeError) as error:     # RuntimeError: it can't be mapped
         fault = f"can't be read ({error})"
-    raise Refusal(f"{path}: {fault}; restore it, or delete it and download or make it again")
+    raise Refusal(f"{path}: {fault}; delete it and download or make it again, or name other files")
 
 
 def matching_files(pattern: str, what: str) -> list[str]:
@@ -1482,12 +1483,7 @@ def find_shards(patterns: str, what: str) -> list[str]:
                       f"with --{what}_files=PATTERN, or make some: python data/cached_fineweb10B.py, or "
                       "data/text.py --builtin --tokenizer=bytes, or --help")
     first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
-    paths = sorted(first_name_of.values())
-    for path in paths:
-        if not os.path.isfile(path) or not os.access(path, os.R_OK):
-            raise Refusal(f"{path}: no file that can be read; "
-                          f"restore it, or name others with --{what}_files=PATTERN")
-    return paths
+    return sorted(first_name_of.values())
 
 
 def dataset_card(paths: list[str]) -> dict | None:
@@ -1501,7 +1497,7 @@ def dataset_card(paths: list[str]) -> dict | None:
         vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
         are_whole = type(vocab_size) is int and type(eod_id) is int
         if not are_whole or not 0 <= eod_id < vocab_size <= 65_536:
-            raise ValueError(f"expected 0 <= eod_id < vocab_size <= 65536, not {eod_id!r:.40}, {vocab_size!r:.40}")
+            raise ValueError(f"0 <= eod_id < vocab_size <= 65536 isn't {eod_id!r:.40}, {vocab_size!r:.40}")
         return dict(tokenizer=str(tokenizer) if tokenizer else None, vocab_size=vocab_size, eod_id=eod_id)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); "
@@ -1517,7 +1513,7 @@ class TokenStream:
         self.num_tokens = self.starts[-1]
         if self.num_tokens < 2:
             raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
-        self.indexed: dict[tuple[int, int], list[int]] = {}      # a shard is searched once, however many ask
+        self.indexed: dict[tuple[int, int], list[int]] = {}              # what document_starts has found
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """Copy tokens start..stop-1 into out (int32), over the borders of shards."""
@@ -1660,9 +1656,8 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
         per_rank = rows_per_rank(num_rows, size)
-        inputs, targets = torch.empty(2, per_rank, row_tokens, dtype=torch.int32, pin_memory=pinned)
-        inputs.fill_(planner.eod_id)
-        targets.fill_(-1)
+        inputs = torch.full((per_rank, row_tokens), planner.eod_id, dtype=torch.int32, pin_memory=pinned)
+        targets = torch.full((per_rank, row_tokens), -1, dtype=torch.int32, pin_memory=pinned)
         for i, spans in enumerate(rows[rank * per_rank:(rank + 1) * per_rank]):
             fill_row(planner.stream, spans, inputs[i], targets[i])
         return Batch(inputs, targets, planner.position)
@@ -1856,7 +1851,8 @@ class RunLog:
 def run_quietly(*command: str) -> str:
     """Standard output of a command; an empty text when it fails, can't run or takes more than 5 s."""
     try:
-        child = subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True, errors="replace")
+        child = subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True,
+                                 errors="replace")
         output, _ = child.communicate(timeout=COMMAND_TIMEOUT_S)
     except OSError:
         return ""
@@ -1983,9 +1979,8 @@ class Store:
                 torch.save(tensors, file)
                 os.fsync(file.fileno())
             body = json.dumps(facts | dict(files={WEIGHTS: sha256_of(unfinished / WEIGHTS)})).encode()
-            with (unfinished / "checkpoint.json").open("wb", buffering=0) as file:
-                file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-                os.fsync(file.fileno())
+            digest = hashlib.sha256(body).hexdigest().encode()           # refuses it if a crash cuts it off
+            (unfinished / "checkpoint.json").write_bytes(digest + b"\n" + body)
             self.last, self.failed = unfinished.rename(whole), False
             for old in sorted(self.folder.glob("step_*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -2001,20 +1996,19 @@ def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
     it doesn't, or nothing. Raises Refusal that names what there is."""
     if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
         return Path(resume)
-    found = [file for file in Path(folder).glob("*/step_*/checkpoint.json") if file.is_file()]
-    there = []
-    for file in sorted(found, key=os.path.getmtime, reverse=True):
-        reason = "not what --resume names"
-        if resume == "latest":
-            try:
-                reason = misfit(read_facts(file.parent))
-            except Refusal as error:
-                reason = str(error)
-        if not reason:
-            return file.parent
-        there.append(f"{file.parent} ({reason})")
+    def reason_against(place: Path) -> str:
+        try:
+            return misfit(read_facts(place))
+        except Refusal as error:
+            return str(error)
+    files = sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True)
+    if resume == "latest":
+        for file in files:
+            if not reason_against(file.parent):
+                return file.parent
+    there = [f"{file.parent} ({reason_against(file.parent) or 'fits'})" for file in files[:3]]
     raise Refusal(f"--resume={resume}: no checkpoint there that fits (a folder step_N with checkpoint.json); "
-                  f"in {folder}/*/: {', '.join(there[:3]) or 'none'}")
+                  f"in {folder}/*/: {', '.join(there) or 'none'}")
 
 
 def read_facts(folder: str | Path) -> dict:
@@ -2041,8 +2035,8 @@ def need_bank_steps(folder: str | Path, facts: dict, banks: list[str]) -> None:
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """(facts, tensors by "PARAMETER/KIND"). Raises Refusal that names the file when a byte is wrong. The
-    tensors are read from disk when used. weights_only: a file that asks for more than tensors runs nothing."""
+    """(facts, tensors by "PARAMETER/KIND", which are read from disk when used). Raises Refusal that names the
+    file when a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
     facts, place = read_facts(folder), Path(folder) / WEIGHTS
     try:
         if sha256_of(place) != facts["files"][WEIGHTS]:
