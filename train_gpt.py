@@ -45,7 +45,6 @@ import threading
 import time
 import typing
 import uuid
-import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -1523,81 +1522,67 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
 # Shards become one stream of tokens, the stream becomes rows. A document begins at its mark, the id eod_id. A
 # row is row_tokens inputs with their targets. A piece is what a row holds of one document; the model calls it
 # a segment, and none sees another. Adjoining pieces of a row are one span (start, stop) of the stream.
-# Everything here takes plain numbers.
 
 SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
-WIDE_SHARD_MAGIC = 20_240_801                # of shards of 32-bit tokens, which are not read here
 SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 1024                    # 256 int32: magic, version, number of tokens, unused
-SCAN_TOKENS = 2 ** 20                        # searched at once, so that they and their copies fit a cache
+SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fit a cache as int32
 
-def shard_tokens(path: str) -> int:
-    """Number of tokens of a shard in FineWeb's format: a header, then uint16 tokens. Raises Refusal."""
-    again = "delete the file and download or make it again"
+def open_shard(path: str) -> Tensor:
+    """The tokens of a shard in FineWeb's format, a header and then uint16, memory-mapped. Raises Refusal."""
     try:
-        size = os.path.getsize(path)
+        if not os.path.isfile(path):
+            raise OSError("no file")             # opening a pipe would wait for a writer
         with open(path, "rb") as file:
             header = file.read(SHARD_HEADER_BYTES)
-    except OSError as error:
-        raise Refusal(f"{path}: can't be read ({error.strerror})") from None
-    if len(header) < SHARD_HEADER_BYTES:
-        is_pointer = header.startswith(b"version https")
-        hint = ", looks like the pointer text of a large-file store" if is_pointer else ""
-        raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{hint}; {again}")
-    magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
-    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        hint = "a header begins with magic, version, number of tokens as int32; raw tokens have none"
-        if magic == WIDE_SHARD_MAGIC:
-            hint = "this is the 32-bit-token format, tokenize again with data/text.py"
-        raise Refusal(f"{path}: found magic/version {magic}/{version}, "
-                      f"expected {SHARD_MAGIC}/{SHARD_VERSION} ({hint})")
-    expected_size = SHARD_HEADER_BYTES + 2 * count
-    if count <= 0 or size != expected_size:
-        raise Refusal(f"{path}: header says {count:,} tokens ({expected_size:,} bytes), "
-                      f"found {size:,} bytes, expected as many and at least one token; {again}")
-    return count
+        size = os.path.getsize(path)
+        magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
+        expected_size = SHARD_HEADER_BYTES + 2 * count
+        fault = f"header says {count:,} tokens ({expected_size:,} bytes), found {size:,} bytes"
+        if size < SHARD_HEADER_BYTES:
+            fault = (f"{size} bytes, too short to hold a shard header of 1,024 bytes "
+                     "(is it the pointer text of a large-file store?)")
+        elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+            fault = (f"found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION} "
+                     "(raw tokens have none; 20240801 is the 32-bit-token format)")
+        elif count > 0 and size == expected_size:
+            whole_file = torch.from_file(path, shared=False, size=size // 2, dtype=torch.uint16)
+            return whole_file[SHARD_HEADER_BYTES // 2:]
+    except (OSError, RuntimeError) as error:     # RuntimeError: it can't be mapped
+        fault = f"can't be read ({error})"
+    raise Refusal(f"{path}: {fault}; delete it and download or make it again, or name other files")
 
 
 def matching_files(pattern: str, what: str) -> list[str]:
     """What one pattern means: the file or folder of that very name, else a glob. Of a folder: its shards."""
-    for text in (pattern, pattern.strip(), os.path.expanduser(pattern.strip())):
-        folder, name = os.path.split(text)
+    for text in (pattern, os.path.expanduser(pattern.strip(" ,"))):
         if os.path.isdir(text):
-            found = glob.glob(os.path.join(glob.escape(text), f"*{what}*.bin"))
-        elif os.path.lexists(text):
-            found = [text]
-        else:                                    # brackets of an existing folder are no pattern
-            found = glob.glob(os.path.join(glob.escape(folder), name)) or glob.glob(text)
-        if found:
-            return found
+            text = os.path.join(glob.escape(text), f"*{what}*.bin")
+        folder, name = os.path.split(text)       # brackets of an existing folder are no pattern
+        for attempt in (glob.escape(text), os.path.join(glob.escape(folder), name), text):
+            found = glob.glob(attempt)
+            if found:
+                return found
     return []
 
 
 def find_shards(patterns: str, what: str) -> list[str]:
-    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when
-    there are none. A comma may belong to a name: all in one, else the fewest that match, are one pattern."""
-    texts, names = patterns.split(","), set()
-    while texts:
-        for count in (len(texts), *range(1, len(texts))):
-            found = matching_files(",".join(texts[:count]), what)
-            if found:
-                break
-        else:
-            count = 1                            # it matches nothing, whatever follows it
-        names.update(map(os.path.abspath, found))
-        texts = texts[count:]
-    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
-    paths = sorted(first_name_of.values())
-    for path in paths:
-        if not os.path.isfile(path) or not os.access(path, os.R_OK):
-            raise Refusal(f"{path}: no file that can be read; "
-                          f"restore it, or name others with --{what}_files=PATTERN")
-    if not paths:
+    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when a
+    pattern matches none. A comma may belong to a name: what matches nothing goes on after its comma."""
+    texts = [patterns] if matching_files(patterns, what) else patterns.split(",")
+    names, unmatched = [], ""
+    for text in texts:
+        unmatched += text
+        found = matching_files(unmatched, what)
+        names += map(os.path.abspath, found)
+        unmatched = "" if found else unmatched + ","
+    if unmatched.strip(" ,") or not names:
         looked = ", ".join(os.path.abspath(os.path.expanduser(text.strip())) for text in patterns.split(","))
-        raise Refusal(f"no {what} shards match {patterns:.200} (looked for {looked:.300}; in a folder: "
-                      f"*{what}*.bin): name others with --{what}_files=PATTERN, or make some: python "
-                      "data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
-    return paths
+        raise Refusal(f"no {what} shards match one of {looked:.300} (in a folder: *{what}*.bin): name others "
+                      f"with --{what}_files=PATTERN, or make some: python data/cached_fineweb10B.py, or "
+                      "data/text.py --builtin --tokenizer=bytes, or --help")
+    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
+    return sorted(first_name_of.values())
 
 
 def dataset_card(paths: list[str]) -> dict | None:
@@ -1606,75 +1591,51 @@ def dataset_card(paths: list[str]) -> dict | None:
     if not os.path.lexists(card):
         return None
     try:
-        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"  # -sig: BOM or not
+        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"     # -sig: of Windows
         found = json.loads(text)
         vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
         are_whole = type(vocab_size) is int and type(eod_id) is int
         if not are_whole or not 0 <= eod_id < vocab_size <= 65_536:
-            raise ValueError("expected 0 <= eod_id < vocab_size <= 65536, "
-                             f"found {eod_id!r:.40} and {vocab_size!r:.40}")
-        return dict(tokenizer=tokenizer and str(tokenizer), vocab_size=vocab_size, eod_id=eod_id)
+            raise ValueError(f"0 <= eod_id < vocab_size <= 65536 isn't {eod_id!r:.40}, {vocab_size!r:.40}")
+        return dict(tokenizer=str(tokenizer) if tokenizer else None, vocab_size=vocab_size, eod_id=eod_id)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); "
                       "make it again with data/text.py") from None
-
-
-def as_int16(token_id: int) -> int:
-    """The int16 with the same 16 bits: torch hardly computes with uint16, so shards are mapped as int16."""
-    return token_id - 65_536 if token_id > 32_767 else token_id
 
 
 class TokenStream:
     """The tokens of several shards as one memory-mapped sequence: reads them, finds documents, checks ids."""
     def __init__(self, paths: list[str], vocab_size: int):
         self.paths, self.vocab_size = paths, vocab_size
-        self.starts = [0, *itertools.accumulate(map(shard_tokens, paths))]  # of each shard; the stream's end
+        self.shards = [open_shard(path) for path in paths]       # uint16, with which torch hardly computes
+        self.starts = [0, *itertools.accumulate(map(len, self.shards))]      # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
         if self.num_tokens < 2:
             raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
-        self.maps: dict[int, Tensor] = {}
-        self.indexed: dict[tuple[int, int], list[int]] = {}      # a shard is searched once, however many ask
-
-    def shard(self, k: int) -> Tensor:
-        """Tokens of shard k as int16 (the bits of uint16). Raises Refusal."""
-        if k not in self.maps:
-            header_words = SHARD_HEADER_BYTES // 2
-            words = header_words + self.starts[k + 1] - self.starts[k]
-            try:
-                whole_file = torch.from_file(self.paths[k], shared=False, size=words, dtype=torch.int16)
-            except RuntimeError as error:
-                raise Refusal(f"{self.paths[k]}: can't be read any more ({error})") from None
-            self.maps[k] = whole_file[header_words:]
-        return self.maps[k]
+        self.indexed: dict[tuple[int, int], list[int]] = {}              # what document_starts has found
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """Copy tokens start..stop-1 into out (int32), over the borders of shards."""
         k = bisect.bisect_right(self.starts, start) - 1
-        filled = 0
         while start < stop:
-            stop_here = min(stop, self.starts[k + 1])
-            length = stop_here - start
-            offset = start - self.starts[k]
-            out[filled:filled + length] = self.shard(k)[offset:offset + length]
-            start, filled, k = stop_here, filled + length, k + 1
-        out &= 0xFFFF                            # back from int16's negative numbers to ids
+            tokens = self.shards[k][start - self.starts[k]:stop - self.starts[k]]     # ends with its shard
+            out[:len(tokens)] = tokens
+            start, out, k = start + len(tokens), out[len(tokens):], k + 1
 
     def document_starts(self, k: int, eod_id: int) -> list[int]:
         """Positions in the stream of the marks (eod_id) of shard k. Raises Refusal on ids out of range."""
         if (k, eod_id) in self.indexed:
             return self.indexed[k, eod_id]
-        tokens, starts = self.shard(k), []
-        for begin in range(0, len(tokens), SCAN_TOKENS):
-            chunk = tokens[begin:begin + SCAN_TOKENS]
-            sign_flipped = chunk ^ -32_768       # so that int16 has the order that the ids have as uint16
-            largest_id = int(sign_flipped.max()) + 32_768
-            if largest_id >= self.vocab_size:
-                ids = chunk.int() & 0xFFFF
+        starts, begin = [], 0
+        for chunk in self.shards[k].split(SCAN_TOKENS):
+            ids = chunk.int()
+            if int(ids.max()) >= self.vocab_size:
                 at = int((ids >= self.vocab_size).nonzero()[0])
                 raise Refusal(f"{self.paths[k]}: token {ids[at]} at position {begin + at} is outside the "
                               f"vocabulary of {self.vocab_size}; were these made with another tokenizer?")
-            marks = (chunk == as_int16(eod_id)).nonzero().flatten()
+            marks = (ids == eod_id).nonzero().flatten()
             starts += (marks + (self.starts[k] + begin)).tolist()
+            begin += len(ids)
         self.indexed[k, eod_id] = starts
         return starts
 
@@ -1687,14 +1648,14 @@ class TokenStream:
         """int64 [documents]: a hash of the first length tokens after the mark, for each document of shard k
         that has so many: the sum of all tokens, each times a random odd number that belongs to its place,
         modulo 2^64. Equal texts have equal hashes, others practically never (Carter and Wegman 1979)."""
-        tokens = self.shard(k)
+        tokens = self.shards[k]
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
         lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
         starts = starts[lengths >= 1 + length]
         generator = torch.Generator().manual_seed(0)
         odd_numbers = torch.randint(-2 ** 62, 2 ** 62, (length,), generator=generator) * 2 + 1
         texts = tokens[starts[:, None] + 1 + torch.arange(length)]      # [documents, length]
-        return (texts * odd_numbers).sum(1)
+        return (texts.long() * odd_numbers).sum(1)
 
 
 def need_documents(stream: TokenStream, eod_id: int) -> None:
@@ -1732,12 +1693,10 @@ class Planner:
         last = self.stream.num_tokens - 1        # has no successor, so it is a target and never an input
         while True:
             first_shard = bisect.bisect_right(self.stream.starts, begin) - 1
-            for mark in self.stream.marks(self.eod_id, first_shard):
-                if mark > begin:
-                    yield epoch, begin, min(mark, last)
-                    begin = mark
-            if begin < last:
-                yield epoch, begin, last
+            for end in itertools.chain(self.stream.marks(self.eod_id, first_shard), [last]):
+                if begin < end:
+                    yield epoch, begin, end
+                    begin = end
             first_mark = next(self.stream.marks(self.eod_id), 0)
             epoch, begin = epoch + 1, first_mark if first_mark < last else 0
 
@@ -1777,14 +1736,11 @@ class Batch(NamedTuple):
 
 def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, targets: Tensor) -> None:
     """Write the spans' tokens into inputs, and into targets their true successors in the stream."""
-    filled = 0
-    tokens = torch.empty(len(inputs) + 1, dtype=torch.int32)
     for start, stop in spans:
         length = stop - start
-        stream.read(start, stop + 1, tokens[:length + 1])
-        inputs[filled:filled + length] = tokens[:length]
-        targets[filled:filled + length] = tokens[1:length + 1]
-        filled += length
+        stream.read(start, stop, inputs[:length])
+        stream.read(start + 1, stop + 1, targets[:length])
+        inputs, targets = inputs[length:], targets[length:]
 
 
 def rows_per_rank(num_rows: int, size: int) -> int:
@@ -1799,15 +1755,13 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
         per_rank = rows_per_rank(num_rows, size)
-        own_rows = rows[rank * per_rank:(rank + 1) * per_rank]
-        inputs, targets = torch.empty(2, per_rank, row_tokens, dtype=torch.int32, pin_memory=pinned)
-        for i, spans in enumerate(own_rows):
+        inputs = torch.full((per_rank, row_tokens), planner.eod_id, dtype=torch.int32, pin_memory=pinned)
+        targets = torch.full((per_rank, row_tokens), -1, dtype=torch.int32, pin_memory=pinned)
+        for i, spans in enumerate(rows[rank * per_rank:(rank + 1) * per_rank]):
             fill_row(planner.stream, spans, inputs[i], targets[i])
-        inputs[len(own_rows):] = planner.eod_id
-        targets[len(own_rows):] = -1
         return Batch(inputs, targets, planner.position)
     with ThreadPoolExecutor(1) as pool:
-        futures = (pool.submit(prepare, num_rows, max_doc_tokens) for num_rows, max_doc_tokens in plan)
+        futures = (pool.submit(prepare, *step) for step in plan)
         waiting = deque(itertools.islice(futures, ahead + 1))
         while waiting:
             yield waiting.popleft().result()
@@ -1826,7 +1780,7 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
         for i, first in enumerate(firsts[k:k + num_rows]):
             start = max(0, first - overlap)
             stop = min(first + firsts.step, num_targets)
-            fill_row(stream, [(start, stop)], inputs[i, :stop - start], targets[i, :stop - start])
+            fill_row(stream, [(start, stop)], inputs[i], targets[i])
             targets[i, :first - start] = -1
         yield inputs, targets
 
@@ -1934,18 +1888,14 @@ def ema_rate_at(c: Config, step: int) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
 # The log is the record; rank 0 writes it, and the console is a copy that may go away. The clock. Checkpoints:
-# files of torch.distributed.checkpoint, facts as JSON beside them. Signals that stop a run. Train lines.
+# tensors as torch.save writes them, facts as JSON beside them. Signals that stop a run. Train lines.
 
 FENCE = "=" * 100                        # a line of its own, before and after the header
 COMMAND_TIMEOUT_S = 5                    # for nvidia-smi and git, which may hang
+WEIGHTS = "weights.pt"                   # a dict of tensors by "PARAMETER/KIND"
 CHECKPOINT_FACTS = ("step", "tokens", "position", "total_ms", "step_ms", "run", "bank_steps", "files")
-METADATA_NAMES = {                       # module: names that the .metadata of plain tensors is made of
-    "torch": ("Size",), "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-        "StorageMeta", "_MEM_FORMAT_ENCODING")}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 
 def say(text: str, stream=None, end: str = "\n") -> None:
     """Print text, on standard output unless another stream is named. The console is optional: once it is gone
@@ -1960,19 +1910,25 @@ def say(text: str, stream=None, end: str = "\n") -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())     # or Python's last flush fails
 
 
+def need_writable(option: str, folder: str) -> None:
+    """Raises Refusal when files can't be made in the folder that an option names. Makes it when missing."""
+    trial = Path(folder) / f"trial_{uuid.uuid4().hex[:8]}"
+    try:
+        trial.mkdir(parents=True)
+        trial.rmdir()
+    except OSError as error:
+        raise Refusal(f"--{option}={folder}: can't be written ({error.strerror}); name another one") from None
+
+
 class RunLog:
     """Writes log_dir/<run_id>.txt on rank 0 and mirrors events to the console. A full disk is said once."""
     def __init__(self, log_dir: str, world: World):
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         self.run_id, self.path, self.file = f"{stamp}_{uuid.uuid4().hex[:8]}", None, None
         if world.rank == 0:
-            try:
-                Path(log_dir).mkdir(parents=True, exist_ok=True)
-                self.path = Path(log_dir) / f"{self.run_id}.txt"
-                self.file = self.path.open("w", encoding="utf-8", newline="\n")
-            except OSError as error:
-                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); "
-                              "name another one") from None
+            need_writable("log_dir", log_dir)
+            self.path = Path(log_dir) / f"{self.run_id}.txt"
+            self.file = self.path.open("w", encoding="utf-8", newline="\n")
 
     def write(self, text: str) -> None:
         """Add text to the log only."""
@@ -2003,32 +1959,21 @@ class RunLog:
 
     def close(self) -> None:
         if self.file is not None:
-            with contextlib.suppress(OSError):
-                self.file.close()
+            self.file.close()
         for stream in (sys.stdout, sys.stderr):  # what others have printed
             say("", stream, end="")
-
-
-def fingerprint(path: str) -> str:
-    """16 hex digits of the sha256 over header, first and last MiB: names a file; data/verify.py checks it."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        digest.update(file.read(1024 + 2 ** 20))
-        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
-        digest.update(file.read())
-    return digest.hexdigest()[:16]
 
 
 def run_quietly(*command: str) -> str:
     """Standard output of a command; an empty text when it fails, can't run or takes more than 5 s."""
     try:
         child = subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True,
-                                 errors="replace", start_new_session=True)
+                                 errors="replace")
         output, _ = child.communicate(timeout=COMMAND_TIMEOUT_S)
     except OSError:
         return ""
-    except subprocess.TimeoutExpired:            # not waited for: what hangs in a driver can't be killed
-        os.killpg(child.pid, signal.SIGKILL)
+    except subprocess.TimeoutExpired:
+        child.kill()                             # and not waited for: what hangs in a driver can't be killed
         say(f"warn: {command[0]}: no answer within {COMMAND_TIMEOUT_S} s; going on without it", sys.stderr)
         return ""
     return output.strip() if child.returncode == 0 else ""
@@ -2042,6 +1987,21 @@ def git_state(folder: str) -> dict:
         return dict(commit="unknown", dirty="unknown")
     dirty = any(not line.startswith("#") for line in lines)
     return dict(commit=lines[0].removeprefix("# branch.oid "), dirty=dirty)
+
+
+def fingerprint(path: str) -> str:
+    """16 hex digits of the sha256 over header, first and last MiB: names a file; data/verify.py checks it."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        digest.update(file.read(1024 + 2 ** 20))
+        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
+        digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def process_age_s() -> float:
@@ -2058,16 +2018,15 @@ class Clock:
     """Honest time: starts and pauses with a device synchronisation; steps are timed by events, which are read
     one step late."""
     def __init__(self, device: torch.device):
-        self.cuda, self.device = device.type == "cuda", device
-        self.total_ms = 0.0                              # up to the last pause
-        self.resumed_at, self.last = None, None          # seconds; the stamp at the end of the last step
+        self.cuda = device.type == "cuda"
+        self.total_ms, self.resumed_at = 0.0, None       # up to the last pause; seconds
+        self.last = None                                 # the stamp at the end of the last step
         self.step_ms, self.unread = [], []               # finished steps; (stamp, stamp) of the others
 
-    def synchronize(self) -> float:
-        """Wait for the device. -> seconds on this process's clock."""
+    def synchronize(self) -> None:
+        """Wait for the device, which is this process's current one."""
         if self.cuda:
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+            torch.cuda.synchronize()
 
     def stamp(self) -> float | torch.cuda.Event:
         """This moment: as seconds on a CPU, as an event in a GPU's queue, which no one waits for."""
@@ -2078,13 +2037,13 @@ class Clock:
         return event
 
     def resume(self) -> None:
-        self.resumed_at, self.last = self.synchronize(), self.stamp()
+        self.synchronize()
+        self.resumed_at, self.last = time.perf_counter(), self.stamp()
 
     def pause(self) -> None:
-        now = self.synchronize()
+        self.synchronize()
+        self.total_ms, self.resumed_at = self.elapsed_ms(), None
         self.collect()
-        self.total_ms += 1e3 * (now - self.resumed_at)
-        self.resumed_at = None
 
     def step_done(self) -> None:
         before, self.last = self.last, self.stamp()
@@ -2106,20 +2065,6 @@ class Clock:
         return self.total_ms + 1e3 * (time.perf_counter() - self.resumed_at)
 
 
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def first_cause(error: BaseException) -> str:
-    """What went wrong, in a line. A CheckpointException has failures = {rank: (exception, traceback)}."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error, _ = next(iter(failures.values()))
-    lines = str(error).splitlines() or [repr(error)]
-    return getattr(error, "strerror", None) or lines[0]
-
-
 class Store:
     """Writes folder/step_N in the background, named so when whole; keeps two. A failure is said and training
     goes on; failed says whether the latest attempt was one."""
@@ -2138,41 +2083,28 @@ class Store:
 
     def finish(self) -> None:
         """Wait until what is being written is whole."""
-        writing, self.writing = self.writing, None
-        if writing:
-            writing.result()
+        if self.writing:
+            self.writing.result()
+            self.writing = None                  # which lets go of the tensors
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
-        from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
         unfinished, whole = self.folder / f"writing_{name}", self.folder / name
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
         try:
-            save(tensors, storage_writer=FileSystemWriter(unfinished), no_dist=True)
-            digests = {file.name: sha256_of(file) for file in sorted(unfinished.iterdir())}
-            body = json.dumps(facts | dict(files=digests))
-            with (unfinished / "checkpoint.json").open("w", encoding="ascii") as file:
-                file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
-                file.flush()
+            unfinished.mkdir(parents=True, exist_ok=True)
+            with (unfinished / WEIGHTS).open("wb") as file:
+                torch.save(tensors, file)
                 os.fsync(file.fileno())
+            body = json.dumps(facts | dict(files={WEIGHTS: sha256_of(unfinished / WEIGHTS)})).encode()
+            digest = hashlib.sha256(body).hexdigest().encode()           # refuses it if a crash cuts it off
+            (unfinished / "checkpoint.json").write_bytes(digest + b"\n" + body)
             self.last, self.failed = unfinished.rename(whole), False
             for old in sorted(self.folder.glob("step_*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
-        except (Exception, CheckpointException) as error:        # the latter is no Exception
+        except Exception as error:
             self.failed = True
-            self.log.event(f"warn: {whole}: checkpoint not written ({first_cause(error)}); "
+            self.log.event(f"warn: {whole}: checkpoint not written ({error!r:.200}); "
                            f"the last good one is {self.last}")
             shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def need_writable(folder: str) -> None:
-    """Raises Refusal when checkpoints can't be written into the folder, which is made when it is missing."""
-    trial = Path(folder) / f"trial_{uuid.uuid4().hex[:8]}"
-    try:
-        trial.mkdir(parents=True)
-        trial.rmdir()
-    except OSError as error:
-        raise Refusal(f"--checkpoint_dir={folder}: can't be written ({error.strerror}); "
-                      "name another one") from None
 
 
 def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
@@ -2180,19 +2112,19 @@ def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
     it doesn't, or nothing. Raises Refusal that names what there is."""
     if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
         return Path(resume)
-    found = [file for file in Path(folder).glob("*/step_*/checkpoint.json") if file.is_file()]
-    found.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    there = [str(file.parent) for file in found]
-    for number, path in enumerate(there if resume == "latest" else ()):
+    def reason_against(place: Path) -> str:
         try:
-            reason = misfit(read_facts(path))
+            return misfit(read_facts(place))
         except Refusal as error:
-            reason = str(error)
-        if not reason:
-            return Path(path)
-        there[number] += f" ({reason})"
+            return str(error)
+    files = sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True)
+    if resume == "latest":
+        for file in files:
+            if not reason_against(file.parent):
+                return file.parent
+    there = [f"{file.parent} ({reason_against(file.parent) or 'fits'})" for file in files[:3]]
     raise Refusal(f"--resume={resume}: no checkpoint there that fits (a folder step_N with checkpoint.json); "
-                  f"in {folder}/*/: {', '.join(there[:3]) or 'none'}")
+                  f"in {folder}/*/: {', '.join(there) or 'none'}")
 
 
 def read_facts(folder: str | Path) -> dict:
@@ -2201,15 +2133,13 @@ def read_facts(folder: str | Path) -> dict:
     try:
         digest, _, body = place.read_bytes().partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != digest:
-            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+            raise ValueError("damaged: its checksum differs")
         facts = json.loads(body)
         missing = [key for key in CHECKPOINT_FACTS if key not in facts]
-    except OSError as error:
-        raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"{place}: no facts of a checkpoint ({error!r:.99})") from None
-    if missing:
-        raise Refusal(f"{place}: lacks {', '.join(missing)}; take another checkpoint")
+        if missing:
+            raise ValueError(f"lacks {', '.join(missing)}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
     return facts
 
 
@@ -2220,38 +2150,20 @@ def need_bank_steps(folder: str | Path, facts: dict, banks: list[str]) -> None:
         raise Refusal(f"{folder}: its bank_steps lack {', '.join(missing)}; take another checkpoint")
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads a checkpoint's .metadata. A pickle may call anything; this one gets METADATA_NAMES and dtypes."""
-    def find_class(self, module: str, name: str):
-        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and name not in METADATA_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"its metadata asks for {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
-
-
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """(facts, tensors by "PARAMETER/KIND"). Raises Refusal that names the file when a byte is wrong."""
-    from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
-    facts = read_facts(folder)
-    for name, digest in facts["files"].items():
-        place = Path(folder) / name
-        try:
-            digest_found = sha256_of(place)
-        except OSError as error:
-            raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-        if digest_found != digest:
-            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+    """(facts, tensors by "PARAMETER/KIND", which are read from disk when used). Raises Refusal that names the
+    file when a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
+    facts, place = read_facts(folder), Path(folder) / WEIGHTS
     try:
-        with (Path(folder) / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        tensors = {key: torch.empty(info.size, dtype=info.properties.dtype)
-                   for key, info in metadata.state_dict_metadata.items()}
-        reader = FileSystemReader(folder)
-        reader.read_metadata = lambda *_, **__: metadata   # its own unpickles without a list
-        with warnings.catch_warnings(action="ignore"):     # "no process group": each rank reads for itself
-            load(tensors, storage_reader=reader, no_dist=True)
-    except (Exception, CheckpointException) as error:
-        raise Refusal(f"{folder}: can't be read as a checkpoint ({first_cause(error):.200})") from None
+        if sha256_of(place) != facts["files"][WEIGHTS]:
+            raise ValueError("damaged: its checksum differs")
+        tensors = torch.load(place, map_location="cpu", weights_only=True, mmap=True)
+        if not all(type(t) is Tensor for t in tensors.values()):
+            raise TypeError("holds more than tensors")
+    except pickle.UnpicklingError:               # whose text advises to read it without the guard
+        raise Refusal(f"{place}: refused: it holds more than tensors; take another checkpoint") from None
+    except Exception as error:
+        raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
     return facts, tensors
 
 
@@ -2260,23 +2172,21 @@ def stop_signals() -> Iterator[list[int]]:
     """The list that the signals enter which stop a run. After the first, SIGTERM and SIGINT act as before;
     SIGHUP and SIGUSR1 don't: one cause may send them twice (kernel and shell, SLURM and launcher)."""
     received: list[int] = []
-    handlers_before = {}
-    def restore(*numbers: int) -> None:
-        for number in handlers_before.keys() & set(numbers):
-            signal.signal(number, handlers_before.pop(number))
+    handlers_before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     def on_signal(number: int, frame) -> None:
         received.append(number)
-        restore(signal.SIGTERM, signal.SIGINT)
-    with contextlib.suppress(ValueError):                  # only the main thread may install handlers
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            handlers_before[number] = signal.signal(number, on_signal)
-        # nohup has its way, but not in torchrun's ranks (leaders of sessions): it kills them after a SIGHUP
-        if handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid():
-            restore(signal.SIGHUP)
+        for impatient in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(impatient, handlers_before[impatient])
+    # nohup has its way, but not in torchrun's ranks (leaders of sessions): it kills them after a SIGHUP
+    keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or not keeps_hang_up:
+            signal.signal(number, on_signal)
     try:
         yield received
     finally:
-        restore(*handlers_before)
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
 
 
 def need_finite(where: str, values: dict[str, float]) -> None:
@@ -2287,33 +2197,17 @@ def need_finite(where: str, values: dict[str, float]) -> None:
                       "Lower the learning rates, or look at the data")
 
 
-class StepNumbers(NamedTuple):
-    """What is known of a step before the device has done it, and where its numbers will arrive."""
-    step: int                                # counted from 0
-    tokens: int                              # of all ranks in this step
-    tokens_so_far: int
-    lr: float                                # relative to the rates of the groups
-    stats: Tensor                            # on the CPU: loss, each bank's squared gradient norm, stop
-    arrived: float | torch.cuda.Event        # the clock's stamp after which stats may be read
-
-
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits.
     A bank is a group of parameters that the optimizer updates as one; banks: their names."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
         self.config, self.log, self.clock, self.banks = c, log, clock, banks
-        self.waiting: StepNumbers | None = None
+        self.waiting: tuple | None = None        # what push noted of the step whose numbers are not read yet
         self.tokens, self.stopping = 0, False
         device = header["devices"][0]
         peaks = [1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in device]      # of one device
         flops_per_token = 6 * header["parameters"]["matmul"]
         self.peak_seconds_per_token = flops_per_token / peaks[0] / header["world_size"] if peaks else None
-
-    def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
-        """Note a step whose stats (StepNumbers) arrive before clock.last; write the line of the last one."""
-        self.tokens += tokens
-        self.look(StepNumbers(step, tokens, self.tokens, lr, stats, self.clock.last))
 
     def mfu(self, tokens: float, ms: float) -> float | None:
         """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
@@ -2321,28 +2215,33 @@ class Progress:
             return None
         return self.peak_seconds_per_token * tokens / ms * 1e3
 
-    def look(self, new: StepNumbers | None = None) -> None:
+    def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
+        """Note a step (counted from 0; tokens of all ranks; lr relative to the groups' rates) whose stats
+        (loss, each bank's squared gradient norm, stop) reach the CPU before it is done; look at the last."""
+        self.tokens += tokens
+        self.look((step, tokens, self.tokens, lr, stats))
+
+    def look(self, following: tuple | None = None) -> None:
         """Write the line of the step that waits, if due. Raises Failure for what is not finite in it."""
-        item, self.waiting = self.waiting, new
-        if item is None:
+        noted, self.waiting = self.waiting, following
+        if noted is None:
             return
-        if self.clock.cuda:
-            item.arrived.synchronize()
-        c, done = self.config, item.step + 1
-        loss, *squared_norms, stop = item.stats.tolist()
+        step, tokens, tokens_so_far, lr, stats = noted
+        self.clock.collect(keep=1 if following else 0)           # waits until the stats have arrived
+        c, done = self.config, step + 1
+        loss, *squared_norms, stop = stats.tolist()
         gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
         need_finite(f"step {done}", {"loss": loss} | gradients)
         self.stopping = bool(stop)
-        self.clock.collect(keep=1)
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
-            mfu = self.mfu(item.tokens, ms)
+            mfu = self.mfu(tokens, ms)
             mfu_text = "" if mfu is None else f"mfu:{mfu:.3f} "
             self.log.event(
                 f"step:{done}/{c.num_steps} train_loss:{loss:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
-                f"step_avg:{ms:.2f}ms tokens_per_s:{item.tokens / ms * 1e3:.0f} {mfu_text}lr:{item.lr:.4f} "
-                f"tokens:{item.tokens_so_far}")
+                f"step_avg:{ms:.2f}ms tokens_per_s:{tokens / ms * 1e3:.0f} {mfu_text}lr:{lr:.4f} "
+                f"tokens:{tokens_so_far}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3037,7 +2936,7 @@ def main(argv: list[str]) -> int:
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all
         if config.checkpoint_every_steps and world.rank == 0:
-            need_writable(config.checkpoint_dir)
+            need_writable("checkpoint_dir", config.checkpoint_dir)
         join_group(world)
         result = train(config, world, log, overrides, argv)
         if result["status"] == "stopped":

@@ -1,13 +1,13 @@
 """A checkpoint as a model that can be used: what sample.py, evaluate.py and export.py share.
 
-A checkpoint is a folder step_N: what torch.distributed.checkpoint writes (.metadata, __0_0.distcp) and
-checkpoint.json. Tensors are whole, keyed "PARAMETER/KIND", as in "blocks.0.attention.qk/weight". Kinds:
-weight (exact in fp32; ngrams in the precision of the run); momentum and second (a variance for each neuron)
-of Muon's; exp_avg and exp_avg_sq of Adam's; ema, the average over the end of the run, of embed, head and
-Muon's; second and seen (its last update) of ngrams' rows. checkpoint.json is the sha256 of its rest, a
-newline, and JSON: step, tokens, position in the data, times, steps of each bank, the header of the run's log
-under "run", and under "files" the sha256 of the other files. Tools open checkpoints through
-train_gpt.read_checkpoint and in no other way: what guards it guards them all.
+A checkpoint is a folder step_N of weights.pt, a dict of tensors as torch.save writes it, and checkpoint.json.
+Tensors are whole, keyed "PARAMETER/KIND", as in "blocks.0.attention.qk/weight". Kinds: weight (exact in fp32;
+ngrams in the precision of the run); momentum and second (a variance for each neuron) of Muon's; exp_avg and
+exp_avg_sq of Adam's; ema, the average over the end of the run, of embed and Muon's; second and seen (its last
+update) of ngrams' rows. checkpoint.json is the sha256 of its rest, a newline, and JSON: step, tokens, position in
+the data, times, steps of each bank, the header of the run's log under "run", and under "files" the sha256 of
+weights.pt. Tools open checkpoints through train_gpt.read_checkpoint and in no other way: a file that holds more
+than tensors is refused there and runs no code (torch.load's weights_only).
 
 Called without targets, the model gives no logits but log probabilities [B, T, padded vocabulary] of the
 mixture of softmax and copies (train_gpt.Pointer); they sum to 1 over all ids, the padding included.

@@ -339,7 +339,7 @@ def test_commands_have_five_seconds(tg):
 
 def test_the_state_of_a_git_folder_is_read_without_writing_or_unknown(tg, tmp_path):
     import subprocess
-    assert tg.git_state(str(tmp_path)) == dict(commit="unknown", dirty=None)
+    assert tg.git_state(str(tmp_path)) == dict(commit="unknown", dirty="unknown")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "file").write_text("1")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
