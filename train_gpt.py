@@ -30,6 +30,7 @@ import dataclasses
 import datetime
 import glob
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import math
@@ -45,7 +46,7 @@ import threading
 import time
 import typing
 import uuid
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -197,8 +198,6 @@ MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
     """Text of --key=text as a value of the field's type. Raises Refusal."""
-    if f.name == "micro_rows" and text == "auto":
-        return 0
     try:
         if f.type in (int, float):
             return f.type(text)
@@ -2251,8 +2250,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """All that a run holds. train_stream and val_stream are memory-mapped; position is where the data
-    stands."""
+    """All that a run holds. The streams are memory-mapped; position is where the data stands."""
     config: Config
     world: World
     kernels: Kernels
@@ -2268,15 +2266,6 @@ class Run:
 def build(c: Config, world: World, overrides: dict) -> Run:
     """Check everything that can be checked cheaply, then make model and optimizer. Raises Refusal."""
     c, train_stream, val_stream = open_data(c, overrides)
-    # validation has the last stage's shape
-    row_counts = {rows_at(c, step) for step in range(c.num_steps + 1)}
-    divisor = math.gcd(*row_counts)
-    if divisor % world.size != 0:
-        legal = ", ".join(str(n) for n in range(1, divisor + 1) if divisor % n == 0)
-        raise Refusal(f"{world.size} processes can't share {sorted(row_counts)} rows "
-                      "(batch_tokens / row_tokens ="
-                      f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} "
-                      "(--nproc_per_node or NPROC)")
     budget(c, train_stream)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex, c.graphs)
     if kernels.compile and not world.is_cuda and not find_compiler():
@@ -2290,16 +2279,21 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
     recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or max(row_counts),
-               recorder)
+    most_rows = max(rows_per_rank(rows_at(c, step), world.size) for step in range(c.num_steps + 1))
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or most_rows, recorder)
+
+
+def plan_from(c: Config, first: int) -> list[tuple[int, int]]:
+    """What the steps from first on consume: (rows over all ranks, max_doc_tokens) of each."""
+    return [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
 
 
 def train_view(run: Run, step: int) -> View:
     """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps and
-    ranks; the spare number keeps steps apart that round their rows up."""
+    ranks, whatever the number of ranks; the spare number keeps steps apart that round their rows up."""
     c, world = run.config, run.world
     rows_per_step = c.batch_tokens // c.row_tokens + 1
-    first_row = step * rows_per_step + world.rank * rows_at(c, step) // world.size
+    first_row = step * rows_per_step + world.rank * rows_per_rank(rows_at(c, step), world.size)
     # filled on the device: a copy from the host would wait for it
     row, *weights = (torch.full((), number, device=world.device)
                      for number in (first_row, *further_weights_at(c, step)))
@@ -2310,7 +2304,7 @@ def train_view(run: Run, step: int) -> View:
 
 def rows_at_once(run: Run, step: int) -> int:
     """Rows of a micro-batch: this rank's rows in equal parts, at most run.micro_rows."""
-    rows = rows_at(run.config, step) // run.world.size
+    rows = rows_per_rank(rows_at(run.config, step), run.world.size)
     return max(n for n in range(1, min(run.micro_rows, rows) + 1) if rows % n == 0)
 
 
@@ -2327,7 +2321,7 @@ def forward_backward(model: GPT, view: View, step_tokens: int, inputs: Tensor, t
 
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
     """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all
-    ranks' stop."""
+    ranks' stop. The divisor counts the rows of all ranks without empty ones, so parts add up to the mean."""
     c, world = run.config, run.world
     view, rows, step_tokens = train_view(run, step), rows_at_once(run, step), rows_at(c, step) * c.row_tokens
     constants = view._replace(row=0, further_weights=None), step_tokens
@@ -2348,11 +2342,9 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
 
 
 def evaluate(run: Run) -> float:
-    """Mean loss over the val_tokens targets, on all ranks. Shapes and graphs are those of the last
-    stage."""
+    """Mean loss over the val_tokens targets, on all ranks, with shapes and graphs of the last stage."""
     c, world = run.config, run.world
-    # sum of losses, number of targets
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)      # sum of losses, number of targets
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
                                            rows_at_once(run, c.num_steps), c.eod_id, world.rank, world.size):
         inputs, targets = inputs.to(world.device), targets.to(world.device)
@@ -2371,10 +2363,8 @@ def warmup(run: Run, log: RunLog) -> None:
     last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
     for step in last_step_of_stage.values():
         num_rows = rows_at(c, step)
-        num_tokens = num_rows // world.size * c.row_tokens
-        tokens = (torch.arange(num_tokens).int() % c.vocab_size).view(-1, c.row_tokens)
-        # the first step compiles, the second records
-        for _ in range(2):
+        tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
+        for _ in range(2):               # the first step compiles, the second records
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
             log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
@@ -2393,14 +2383,16 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     saved = load_checkpoint(run, header) if c.resume else None
     log.header(SOURCE, header)
     log.event("note: " + budget(c, run.train_stream))
-    num_parameters = header["parameters"]["total"]
-    log.event(f"note: {world.size} x {world.device.type}, {num_parameters:,} parameters, {run.kernels}")
+    log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
+              f"{run.kernels}")
+    if padding := padding_in_words(c, world.size):
+        log.event("note: " + padding)
     if saved:
         same_source = saved["run"]["source_sha256"] == header["source_sha256"]
-        log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
-                  + ("" if same_source else ", written by another source"))
+        origin = "" if same_source else ", written by another source"
+        log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}{origin}")
     if world.is_cuda:
-        with compiler_beside(argv) if may_compile_beside(run) else contextlib.nullcontext():
+        with compiler_beside(run, argv):
             warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
@@ -2411,12 +2403,17 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
-    with stop_signals() as signals, contextlib.ExitStack() as profiling:
+    with stop_signals() as signals, profiler_of(c, log) as profiler:
         try:
-            result = loop(run, progress, store, signals, profiling, header, saved["step"] if saved else 0)
+            result = loop(run, progress, store, signals, profiler, header, saved["step"] if saved else 0)
         finally:
-            # whatever happened: the last good checkpoint is whole
-            store.finish()
+            store.finish()               # whatever happened, the last good checkpoint is whole
+    if result["status"] == "stopped":
+        if world.size > 1:
+            dist.barrier()               # a launcher kills the others soon after the first has left
+        advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
+        result["reason"] = f"{signal.Signals(result['signal']).name}; {advice}"
+        log.event("note: " + result["reason"])
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by "
               "clipping")
     need_finite(f"step {result['step']}", {f"the weights of {bank.group.name}": finite_sum(bank.weight)
@@ -2439,20 +2436,15 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
 
 
 PACE_STEPS = 20                    # after so many steps the log predicts the time that the training takes
-PROFILE_AFTER_STEPS = 5            # the first steps are not typical: caches are cold
 
-def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiling: contextlib.ExitStack,
-         header: dict, first: int) -> dict:
+def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiler, header: dict,
+         first: int) -> dict:
     """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last
-    validation. profiling holds the profiler while it runs: whoever closes it, also because the run ends,
-    writes the trace."""
+    validation. profiler: of torch, or None."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
-    plan = [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
+    plan = plan_from(c, first)
     planner = Planner(run.train_stream, c.eod_id, run.position)
     loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
-    is_profiled = c.profile_steps > 0 and log.path is not None
-    profile_first = min(first + PROFILE_AFTER_STEPS, c.num_steps - 1)
-    profile_last = min(first + PROFILE_AFTER_STEPS + c.profile_steps, c.num_steps) - 1
     result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
     clock.resume()                                        # the timed region begins
     for step in range(first, c.num_steps + 1):
@@ -2474,9 +2466,6 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
                     save_checkpoint(run, store, step, progress, header)
                 break
             clock.resume()
-        if is_profiled and step == profile_first:
-            profiling.enter_context(torch.profiler.profile(
-                on_trace_ready=lambda p: p.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))))
         try:
             batch = next(loader)
         except Refusal as error:
@@ -2487,15 +2476,15 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
         progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
         if step == first + PACE_STEPS < c.num_steps - PACE_STEPS:
             tokens_to_go = sum(rows for rows, _ in plan[PACE_STEPS + 1:]) * c.row_tokens
-            ms_to_go = clock.elapsed_ms() / progress.tokens * tokens_to_go
-            seconds = (clock.elapsed_ms() + ms_to_go) / 1e3
+            seconds = clock.elapsed_ms() / 1e3 * (1 + tokens_to_go / progress.tokens)
             log.event(f"note: at this pace the training takes about {seconds:.0f} s")
-        if is_profiled and step == profile_last:
-            profiling.close()
-        # of the step before, so all ranks stop after the same step
-        if progress.stopping:
+        if profiler:
+            profiler.step()
+        if progress.stopping:            # known of the step before, so all ranks stop after the same step
             clock.pause()
-            result |= save_and_stop(run, progress, store, signals, header, step + 1)
+            save_checkpoint(run, store, step + 1, progress, header)
+            stopped_by = signals[0] if signals else signal.SIGTERM
+            result |= dict(status="stopped", step=step + 1, val_loss=None, signal=stopped_by)
             break
         if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
             save_checkpoint(run, store, step + 1, progress, header)
@@ -2503,33 +2492,41 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
     return result
 
 
-def save_and_stop(run: Run, progress: Progress, store: Store, signals: list[int], header: dict,
-                  step: int) -> dict:
-    """A signal came, to this rank or another: save a checkpoint. -> what the result then says."""
-    began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
-    save_checkpoint(run, store, step, progress, header)
-    store.finish()
-    if run.world.size > 1:
-        # a launcher kills the others soon after the first has left
-        dist.barrier()
-    advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
-    reason = f"{signal.Signals(number).name}; {advice}"
-    progress.log.event(f"note: {reason} (checkpoint took {time.perf_counter() - began:.2f} s)")
-    return dict(status="stopped", step=step, val_loss=None, signal=number, reason=reason)
-
-
 # What follows only guards and keeps: data, memory, self-check, header, checkpoints, the compiler's helper.
 # A reader who wants to change what is trained, or how, needs none of it.
 
+def profiler_of(c: Config, log: RunLog):
+    """A context: torch's profiler on rank 0, of profile_steps steps after five that aren't typical (caches
+    are cold). It writes the trace after the last of them, or when the run ends before. Else None."""
+    if not c.profile_steps or not log.path:
+        return contextlib.nullcontext()
+    trace = str(log.path.with_suffix(".trace.json.gz"))
+    schedule = torch.profiler.schedule(wait=4, warmup=1, active=c.profile_steps, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: p.export_chrome_trace(trace))
+
+
 def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStream]:
-    """-> config with what the data says, training stream, validation stream. Raises Refusal."""
+    """-> config with vocabulary and end-of-document id as the shards' dataset.json says, training stream,
+    validation stream. Raises Refusal on any contradiction."""
     train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
-    c = adopt_dataset(c, overrides, train_paths, val_paths)
+    cards = [card for card in map(dataset_card, (train_paths, val_paths)) if card]
+    if cards and cards[0] != cards[-1]:
+        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
+    in_training = set(map(fingerprint, train_paths))
+    overlap = [path for path in val_paths if fingerprint(path) in in_training]
+    if overlap:
+        raise Refusal(f"train_files and val_files overlap ({overlap[0]}): such a loss would mean nothing")
+    given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
+    for key, value in given.items():
+        if overrides.get(key, value) != value:
+            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
+    c = dataclasses.replace(c, **given)
+    check_config(c)
     train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
     available = val_stream.num_tokens - 1
     if c.val_tokens > available:
-        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, at most "
-                      f"{available:,} targets; expected --val_tokens=0 (all) or fewer")
+        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, "
+                      f"at most {available:,} targets; expected --val_tokens=0 (all) or fewer")
     for k in range(len(val_paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     for stream in (train_stream, val_stream):
@@ -2537,104 +2534,76 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
     return dataclasses.replace(c, val_tokens=c.val_tokens or available), train_stream, val_stream
 
 
-def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) -> Config:
-    """Vocabulary and end-of-document id as the shards' dataset.json says. Raises Refusal on any
-    contradiction."""
-    cards = [card for card in map(dataset_card, (train, val)) if card]
-    if cards and cards[0] != cards[-1]:
-        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
-    same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
-    if same:
-        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean "
-                      "nothing")
-    given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
-    for key, value in given.items():
-        if overrides.get(key, value) != value:
-            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
-    c = dataclasses.replace(c, **given)
-    check_config(c)
-    return c
-
-
 def budget(c: Config, stream: TokenStream) -> str:
     """Tokens needed against tokens there, in words. Raises Refusal when max_epochs doesn't suffice.
     What clipping drops is estimated from the documents of the first shard."""
     available = stream.num_tokens - 1
-    starts = stream.document_starts(0, c.eod_id)
-    lengths = [stop - start for start, stop in zip(starts, [*starts[1:], stream.starts[1]])] or [available]
-    clips = {stage_at(c, step).max_doc_tokens for step in range(c.num_steps)}
-    kept_fraction = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths) for clip in clips}
-    needed = sum(rows_at(c, step) * c.row_tokens / kept_fraction[stage_at(c, step).max_doc_tokens]
-                 for step in range(c.num_steps))
+    borders = [*stream.document_starts(0, c.eod_id), stream.starts[1]]
+    lengths = [stop - start for start, stop in itertools.pairwise(borders)] or [available]
+    needed = 0.0
+    for (rows, clip), steps in Counter(plan_from(c, 0)).items():
+        kept_fraction = sum(min(length, clip or length) for length in lengths) / sum(lengths)
+        needed += steps * rows * c.row_tokens / kept_fraction
     text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), " \
            f"{available:,} are there"
     epochs = needed / available
     if epochs > c.max_epochs:
-        shard_tokens = 100e6
-        more = math.ceil((needed - available * c.max_epochs) / c.max_epochs / shard_tokens)
+        more = math.ceil((needed / c.max_epochs - available) / 100e6)
         raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of "
                       "100M tokens (python data/cached_fineweb10B.py) or allow repetition with "
                       f"--max_epochs={math.ceil(epochs)}")
-    verdict = "enough" if epochs <= 1 else f"wraps, {epochs:.2f} epochs"
-    return f"{text}: {verdict}"
+    return f"{text}: " + ("enough" if epochs <= 1 else f"wraps, {epochs:.2f} epochs")
 
 
-# numbers in its largest part: not counted, as counting costs a CPU run a second
-SMALL_MODEL = 10 ** 8
+def padding_in_words(c: Config, size: int) -> str:
+    """What empty rows cost where size ranks can't share each step's rows evenly; nothing where they can."""
+    steps_with = Counter(rows for rows, _ in plan_from(c, 0))
+    num_rows = sum(steps * rows for rows, steps in steps_with.items())
+    computed = sum(steps * size * rows_per_rank(rows, size) for rows, steps in steps_with.items())
+    text = f"{1 - num_rows / computed:.1%} of the rows that {size} ranks compute are padding"
+    for rows, steps in steps_with.items():
+        idle = size - math.ceil(rows / rows_per_rank(rows, size))
+        if idle:
+            text += f"; {size} ranks for {rows} rows: {idle} idle in {steps / c.num_steps:.0%} of the steps"
+    return text if computed > num_rows else ""
+
 
 def check_memory(c: Config, world: World, kernels: Kernels) -> None:
-    """Raises Refusal when model and optimizer certainly don't fit, before a byte of them is allocated.
-    Parameters are counted on the meta device. Each takes its weight, its gradient and, shared by the ranks,
-    8 bytes of averages; a row of the table its weights and 8 bytes. Activations come on top."""
-    largest = max(len(c.table_orders) * c.table_rows, (2 + len(c.value_layers)) * c.vocab_size,
-                  c.num_layers * c.mlp_dim)
-    if c.model_dim * largest < SMALL_MODEL:
-        return
-    with torch.device("meta"):
-        model = GPT(c, Kernels(dtype=kernels.dtype))
-    table = model.ngrams
-    dense = [p for p in model.parameters() if p is not table]
-    needed = table.nbytes + 8 * len(table) + sum(2 * p.nbytes + 8 * p.numel() / world.size for p in dense)
-    free = free_bytes(world)
-    if needed > free:
-        count = table.numel() + sum(p.numel() for p in dense)
-        raise Refusal(f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on each "
-                      f"rank, {free / 1e9:.1f} are free; use a smaller --table_rows, --model_dim or --num_layers")
-
-
-def free_bytes(world: World) -> float:
-    """What this rank may still allocate: on its GPU, else in main memory. Infinite where the system doesn't
-    say."""
+    """Raises Refusal when model and optimizer can't fit, before a byte of them is allocated. A number of the
+    table takes its weight; another one its weight, its gradient and, shared by the ranks, 8 bytes of
+    averages. Activations come on top."""
+    count, table = num_parameters(c), len(c.table_orders) * c.table_rows * c.model_dim
+    item = kernels.dtype.itemsize
+    needed = table * item + (count - table) * (2 * item + 8 / world.size)
     if world.is_cuda:
-        return torch.cuda.mem_get_info()[0]
-    free = math.inf
-    with contextlib.suppress(OSError, ImportError, TypeError):
-        import resource                                   # Unix only
-        meminfo, statm = Path("/proc/meminfo").read_text(), Path("/proc/self/statm").read_text()
-        free = 1024 * int(re.search(r"MemAvailable: *(\d+)", meminfo)[1])
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]               # ulimit -v
+        there = torch.cuda.mem_get_info()[0]
+    else:
+        import resource
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)                # ulimit -v
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if limit != resource.RLIM_INFINITY:
-            free = min(free, limit - int(statm.split()[0]) * os.sysconf("SC_PAGE_SIZE"))
-    return free
+            there = min(there, limit)
+    if needed > there:
+        raise Refusal(f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on "
+                      f"each rank, {there / 1e9:.1f} are there; use a smaller --table_rows, --model_dim or "
+                      "--num_layers")
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
-    """Forward and backward of the largest micro-batch. Out of memory: fewer rows at once (auto), or a
-    Failure."""
+    """Forward and backward of the largest micro-batch. Where memory does not suffice: fewer rows at once if
+    micro_rows is auto, else a Failure that names what would do."""
     c = run.config
-    step = max(range(c.num_steps, -1, -1), key=lambda step: rows_at_once(run, step))
-    rows_of_rank = rows_at(c, step) // run.world.size
-    divisors = [n for n in range(rows_at_once(run, step), 0, -1) if rows_of_rank % n == 0]
-    for rows, fewer in zip(divisors, [*divisors[1:], None]):
-        run.micro_rows = rows
-        if fits(run, step):
-            return
+    step = max(range(c.num_steps + 1), key=lambda step: rows_at_once(run, step))
+    while not fits(run, step):
+        rows = rows_at_once(run, step)
         found = f"out of memory with {rows} rows of {c.row_tokens} tokens at once"
-        if c.micro_rows or fewer is None:
-            break
+        if rows == 1:
+            raise Failure(f"{found}: use a smaller --row_tokens")
+        run.micro_rows = rows - 1
+        fewer = rows_at_once(run, step)
+        if c.micro_rows:
+            raise Failure(f"{found}: use --micro_rows={fewer}, or auto")
         log.event(f"note: {found}: trying micro_rows={fewer}")
-    advice = "use a smaller --row_tokens" if fewer is None else f"use --micro_rows={fewer}, or auto"
-    raise Failure(f"{found}: {advice}")
 
 
 def fits(run: Run, step: int) -> bool:
@@ -2643,8 +2612,7 @@ def fits(run: Run, step: int) -> bool:
     out_of_memory = torch.zeros((), device=device)
     tokens = torch.zeros((rows_at_once(run, step), run.config.row_tokens), dtype=torch.int32, device=device)
     try:
-        # one tensor twice would be another graph
-        run.model(tokens, tokens.clone(), train_view(run, step)).backward()
+        run.model(tokens, tokens.clone(), train_view(run, step)).backward()      # a clone: see Kernels
     except torch.OutOfMemoryError:
         out_of_memory += 1
     for bank in run.optimizer.banks:
@@ -2654,104 +2622,90 @@ def fits(run: Run, step: int) -> bool:
 
 # relative: what can't be seen takes no part in a sum, so numerics leave no trace
 SELF_CHECK_TOLERANCE = 1e-6
-SHORT_DOCUMENT = 13                # tokens; odd, so that all alignments to groups of 2^n tokens are met
+SHORT_DOCUMENT = 13                # tokens; odd, so that 2^n of them meet all alignments to groups of 2^n
 
-class Case(NamedTuple):
-    """An experiment on all documents of a micro-batch at once; masks over its rows * T positions."""
-    what: str                      # is changed
-    changed: Tensor
-    scored: Tensor                 # whose losses are summed; each is of the true next token before the change
-    must_move: bool                # this sum has to move; else it may not
-
-
-def probe_cases(num_tokens: int, block: int, offset: int,
-                generator: torch.Generator) -> tuple[Tensor, list[Case]]:
-    """-> where documents start [num_tokens], and the cases. Each document has a cut: a position before
-    which nothing may be seen of what stands from there on. The first half of the tokens goes to short
-    documents, with cuts at all alignments; a quarter to documents of several blocks; the rest to one that
-    spans many."""
-    blocks = 5 * block // 2 + 1
-    gaps = [SHORT_DOCUMENT] * (num_tokens // 2 // SHORT_DOCUMENT) + [blocks] * (num_tokens // 4 // blocks)
-    gaps = torch.tensor([*gaps, num_tokens // 8], device=generator.device)             # between cuts
-    cuts = 1 + offset + F.pad(gaps.cumsum(0), (1, 0))
-    prefixes = 1 + torch.rand(len(gaps), generator=generator, device=generator.device) * (gaps - 1)
-    starts = cuts[1:] - prefixes.long()                  # each between the cut before and its own
-    position = torch.arange(num_tokens, device=generator.device)
-    document = torch.searchsorted(starts, position, right=True)
-    is_start, is_later, is_odd = torch.isin(position, starts), position >= cuts[document], document % 2 == 1
-    return is_start, [Case("another document", is_odd & ~is_start, ~is_odd, False),
-                      Case("later tokens", is_later, ~is_later, False),
-                      Case("their own context", ~is_later & ~is_start, is_later, True)]
+def probe_documents(num_tokens: int, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Documents that fill so many tokens. -> of each position: is it a start, does it stand in every other
+    document, does it stand in the second half of its own. Half of the tokens go to short documents, a quarter
+    to documents of 2.5 blocks, the rest to one that spans many."""
+    medium = 5 * block // 2
+    lengths = [SHORT_DOCUMENT] * (num_tokens // 2 // SHORT_DOCUMENT) + [medium] * (num_tokens // 4 // medium)
+    lengths = torch.tensor([*lengths, num_tokens - sum(lengths)], device=device)
+    ends, position = lengths.cumsum(0), torch.arange(num_tokens, device=device)
+    document = torch.searchsorted(ends, position, right=True)
+    place = position - (ends - lengths)[document]        # in its document
+    return place == 0, document % 2 == 1, place >= (lengths // 2)[document]
 
 
-def open_all_paths(run: Run, batches_of_tokens: list[Tensor], generator: torch.Generator) -> list[tuple]:
-    """Makes all parameters random and of order one, of the table the rows that the model looks up for these
-    tokens. -> (weight, place in it, what stood there) of all that was changed."""
-    model, table, eod_id = run.model, run.model.ngrams, run.config.eod_id
-    def random(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
-    for tokens in batches_of_tokens:
-        model.look_up(tokens, segment_ids(tokens, eod_id), True)
-    nobody = len(table) - 1
+@contextlib.contextmanager
+def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iterator[None]:
+    """While it is open, all parameters are random and of order one; of the table, the rows that the model
+    looks up for these tokens are."""
+    table, saved = run.model.ngrams, []
+    run.model.look_up(tokens, segment_ids(tokens, run.config.eod_id), True)
     rows = torch.cat([ids.flatten() for ids, _ in table.touched]).unique()
-    rows = rows[rows < nobody]
+    rows = rows[rows < len(table) - 1]                   # the last one is nobody's
     table.touched.clear()
-    places = [(bank.weight, slice(None)) for bank in run.optimizer.banks if bank.group.kind != "rows"]
-    places.append((table.data, rows))
-    saved = [(weight, place, weight[place].clone()) for weight, place in places]
-    for p in model.parameters():
-        if p is not table:
-            p.data.copy_(random(p) * p.size(-1) ** -0.5 if p.ndim > 1 else 0.5 + 0.2 * random(p))
-    table.data[rows] = random(table[rows])
-    return saved
+    for bank in run.optimizer.banks:
+        place = rows if bank.group.kind == "rows" else slice(None)
+        before = bank.weight[place].clone()
+        saved.append((bank.weight, place, before))
+        bank.weight[place] = torch.empty_like(before).normal_(generator=generator)
+    for p in run.model.parameters():
+        if p is not table and p.ndim > 1:
+            p.data.mul_(p.size(-1) ** -0.5)
+        elif p is not table:
+            p.data.mul_(0.2).add_(0.5)
+    yield
+    for weight, place, before in saved:
+        weight[place] = before
 
 
 def probe(run: Run) -> list[str]:
     """What is wrong with the validation pass (compiled as it will be): predictions move that may not, or
-    none does. No path can be missed, because none is looked for. Whatever way leads from a changed token to
-    a prediction, the prediction moves, unless something on that way is zero or saturated: so all parameters
-    are made random and of order one, whichever the model has. Ids are drawn as text has them, a few often
-    and many seldom, so that both copies and the softmax decide losses. The last case shows that the eye is
-    open. Weights are restored."""
+    none does. No path can be missed, because none is looked for: whatever way leads from a changed token to
+    a prediction, the prediction moves, unless something on that way is zero or saturated; so all parameters
+    are made random and of order one, whichever the model has. Targets are held fixed, so what the model does
+    with the targets that it is given is not tested. The last case shows that the eye is open.
+    Ids are drawn as text has them (Zipf's law), so that both copies and the softmax decide losses."""
     c, device = run.config, run.world.device
     num_rows = rows_at_once(run, c.num_steps)
-    num_tokens = num_rows * c.row_tokens
+    if not run.kernels.compile:                          # any shape will do: one that meets all alignments
+        num_rows = math.ceil(2 * SHORT_DOCUMENT * c.block_tokens / c.row_tokens)
+    shape = num_rows, c.row_tokens
     generator = torch.Generator(device).manual_seed(1)
+    documents = probe_documents(num_rows * c.row_tokens, c.block_tokens, device)
+    is_start, is_odd, is_later = (t.view(shape) for t in documents)
     ids = torch.randperm(c.vocab_size, generator=generator, device=device).int()
     ids = ids[ids != c.eod_id]
     if len(ids) < 2:
         return []                                        # no token can be changed into another
-    faults = {}
-    rounds = min(SHORT_DOCUMENT, math.ceil(4 * SHORT_DOCUMENT * c.block_tokens / num_tokens))
-    # several where a micro-batch has too few short documents
-    for offset in range(rounds):
-        is_start, cases = probe_cases(num_tokens, c.block_tokens, offset, generator)
-        # Zipf's law
-        index = (len(ids) ** torch.rand(num_tokens, generator=generator, device=device)).long() - 1
-        other = index + torch.randint(1, len(ids), (num_tokens,), generator=generator, device=device)
-        base, other = (ids[which % len(ids)].masked_fill(is_start, c.eod_id) for which in (index, other))
-        changed = [torch.where(case.changed, other, base) for case in cases]
-        base, *changed = [tokens.view(num_rows, c.row_tokens) for tokens in (base, *changed)]
-        saved = open_all_paths(run, [base, *changed], generator)
-        for case, tokens in zip(cases, changed):
-            targets = torch.where(case.scored, base.flatten().roll(-1), -1).view_as(base)
-            before, after = (float(run.model(t, targets, View(c.val_window_blocks))) for t in (base, tokens))
+    index = (len(ids) ** torch.rand(shape, generator=generator, device=device)).long() - 1
+    other_index = index + torch.randint(1, len(ids), shape, generator=generator, device=device)
+    base = ids[index].masked_fill(is_start, c.eod_id)
+    other = ids[other_index % len(ids)].masked_fill(is_start, c.eod_id)
+    true_next, view = base.flatten().roll(-1).view(shape), View(c.val_window_blocks)
+    faults = []
+    with random_weights(run, base, generator):
+        for what, is_changed, is_scored, must_move in (
+                ("another document", is_odd, ~is_odd, False), ("later tokens", is_later, ~is_later, False),
+                ("their own context", ~is_later, is_later, True)):
+            targets, changed = torch.where(is_scored, true_next, -1), torch.where(is_changed, other, base)
+            before, after = (float(run.model(tokens, targets, view)) for tokens in (base, changed))
             moved = abs(after / before - 1)
             has_moved = not moved <= SELF_CHECK_TOLERANCE          # so that a NaN counts as moved
-            if has_moved != case.must_move:
-                faults[case.what] = f"{case.what} changed, and the loss moved by {moved:.2g} of itself"
-        for weight, place, was in saved:
-            weight[place] = was
-    return list(faults.values())
+            if has_moved != must_move:
+                faults.append(f"{what} changed, and the loss moved by {moved:.2g} of itself")
+    return faults
 
 
 def unequal_ranks(run: Run) -> list[str]:
-    """Banks whose weights differ between the ranks. Bits are summed as integers, which takes no copy of a
-    table."""
+    """Banks whose weights differ between the ranks. Bits are summed as integers, which copies no table."""
     sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])
     highest, minus_lowest = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX).tolist()
     return [f"the ranks hold different weights in {bank.group.name}"
-            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest) if high != -minus_low]
+            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest)
+            if high != -minus_low]
 
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
@@ -2772,9 +2726,8 @@ def self_check(run: Run, log: RunLog) -> None:
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
-    """The log's header: everything needed to judge and repeat the run (what fits into memory is found
-    later)."""
-    c, world = run.config, run.world
+    """The log's header: all that is needed to judge and repeat the run (what fits memory is found later)."""
+    c, world, groups = run.config, run.world, [bank.group for bank in run.optimizer.banks]
     def files_of(stream: TokenStream) -> dict:
         files = [dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=stop - start,
                       fingerprint=fingerprint(path))
@@ -2783,39 +2736,31 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     card = dataset_card(run.train_stream.paths) or {}
     processor = platform.processor() or platform.machine()
     device = torch.cuda.get_device_name(world.device) if world.is_cuda else processor
-    groups = [bank.group for bank in run.optimizer.banks]
+    nccl = torch.cuda.nccl.version() if world.is_cuda and dist.is_nccl_available() else None
     sizes = {group.name: sum(p.numel() for p in group.params.values()) for group in groups}
     matmul = sum(sizes[group.name] for group in groups if group.matmul)
     stages = dict.fromkeys(stage_at(c, step) for step in range(c.num_steps))
+    packages = {package.name: package.version for package in importlib.metadata.distributions()}
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        seed=c.seed,
-        config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages], overrides=overrides,
-        argv=argv,
-        devices=[device] * world.size, world_size=world.size, resumed_from=None,
-        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), versions=software_versions(world),
-        micro_rows=run.micro_rows, kernels={key: str(value) for key, value in run.kernels._asdict().items()},
+        seed=c.seed, config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages],
+        overrides=overrides, argv=argv, devices=[device] * world.size, world_size=world.size,
+        resumed_from=None,
+        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
+        versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
+                      hip=torch.version.hip, triton=packages.get("triton"), nccl=nccl,
+                      os=platform.platform(), threads=torch.get_num_threads()),
+        kernels={key: str(value) for key, value in run.kernels._asdict().items()},
         data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream),
                   tokenizer=card.get("tokenizer")),
         git=git_state(str(Path(__file__).parent)) if world.rank == 0 else {},
         parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
-def software_versions(world: World) -> dict:
-    from importlib import metadata
-    triton = nccl = None
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        triton = metadata.version("triton")
-    if world.is_cuda and dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, triton=triton,
-                nccl=nccl, hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads())
-
-
 def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
     """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
-    settings = {key: value for key, value in header["config"].items() if key not in RESUME_MAY_CHANGE}
-    same = {f"setting {key}": value for key, value in settings.items()}
+    same = {f"setting {key}": value for key, value in header["config"].items()
+            if key not in RESUME_MAY_CHANGE}
     same |= {f"stage {number}": stage for number, stage in enumerate(header.get("stages", []), 1)}
     for split in ("train", "val"):
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
@@ -2830,8 +2775,7 @@ def finite_sum(t: Tensor) -> float:
 
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
-    """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not
-    finite."""
+    """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
     progress.clock.collect()
     progress.look()
     tensors = {}
@@ -2847,16 +2791,15 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
 
 
 def load_checkpoint(run: Run, header: dict) -> dict:
-    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal, before anything is
-    changed."""
-    settings = identity(header, ())
+    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal before anything changes."""
+    now = identity(header, run.optimizer.gathered())
     def misfit(facts: dict) -> str:
-        differ = [key for key, value in identity(facts["run"], ()).items() if settings.get(key) != value]
+        differ = [key for key, value in identity(facts["run"], ()).items() if now.get(key) != value]
         return f"{differ[0]} differs" if differ else ""
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
     saved, tensors = read_checkpoint(path)
     need_bank_steps(path, saved, [bank.group.name for bank in run.optimizer.banks])
-    then, now = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
+    then = identity(saved["run"], tensors.items())
     for key in [*then, *now]:
         if then.get(key) != now.get(key):
             raise Refusal(f"--resume={path}: {key} differs: {then.get(key, 'nothing')} in the checkpoint, "
@@ -2866,48 +2809,39 @@ def load_checkpoint(run: Run, header: dict) -> dict:
     return saved
 
 
-# measured: training with a row at once, and the helper beside it
-COMPILER_BYTES_PER_ROW = 24 * 2 ** 30
-# the word behind the file's name that makes a process such a helper
-COMPILE_BESIDE = "compile-beside"
+COMPILER_BYTES_PER_ROW = 24 * 2 ** 30    # measured: training with a row at once, and the helper beside it
+COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that makes a process such a helper
 
-def may_compile_beside(run: Run) -> bool:
-    """Whether a second process shall compile what follows the blocks while this one compiles the blocks.
-    One on each host does, as they share a cache on disk. Not in a deterministic run, whose graphs are
-    others. The helper holds a model of its own on the same GPU, so there must be memory for both; a run
-    whose micro_rows are still to be found out (0) does without, as the helper would take the memory that is
-    being measured."""
-    needed = COMPILER_BYTES_PER_ROW * run.config.micro_rows
+@contextlib.contextmanager
+def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
+    """While it is open, a second process (compile_beside, on one rank of each host, as they share a cache on
+    disk) compiles what follows the blocks, while this one compiles the blocks. It holds a model of its own on
+    the same GPU, so it is started where there is memory for both. Not in a deterministic run, whose graphs
+    are others."""
     is_wanted = run.kernels.compile and run.world.local == 0 and run.config.deterministic == "off"
-    return is_wanted and needed > 0 and torch.cuda.mem_get_info()[0] > needed
-
-
-def compiler_beside(argv: list[str]) -> subprocess.Popen:
-    """Start this very file as the helper. As a context: leaving it closes the helper's input, which ends
-    it."""
+    if not is_wanted or torch.cuda.mem_get_info()[0] < COMPILER_BYTES_PER_ROW * run.config.micro_rows:
+        yield
+        return
     command = [sys.executable, os.path.abspath(__file__), COMPILE_BESIDE, *argv]
-    return subprocess.Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
-
-
-def exit_when_input_closes() -> None:
-    """Ends this process, whatever it is doing, once nobody holds its standard input: the warm-up that
-    started it is over, or the trainer is dead, be it by SIGKILL."""
-    os.read(sys.stdin.fileno(), 1)       # sys.stdin.read() would hold a lock that Python needs when it ends
-    os._exit(0)
+    with subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL) as helper:
+        try:
+            yield
+        finally:
+            helper.kill()
 
 
 def compile_beside(argv: list[str]) -> int:
     """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the
     compiler's cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
-    threading.Thread(target=exit_when_input_closes, daemon=True).start()
     config, overrides = parse_config(argv)
     small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows
     run = build(dataclasses.replace(config, table_rows=small_table), init_world(), overrides)
     c, model, device = run.config, run.model, run.world.device
     last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
     for step in last_step_of_stage.values():
-        tokens, targets = torch.zeros(2, rows_at_once(run, step), c.row_tokens, dtype=torch.int32, device=device)
-        x = torch.randn(*tokens.shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
+        shape = rows_at_once(run, step), c.row_tokens
+        tokens, targets = torch.zeros(2, *shape, dtype=torch.int32, device=device)
+        x = torch.randn(*shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
         mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
         model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
     with torch.no_grad():
