@@ -162,13 +162,15 @@ class Config:
 
 SECTIONS = dict(preset="Data", num_steps="Length and batch", val_tokens="Validation", model_dim="Model",
                 lr_matrix="Optimizer", seed="Machine", log_dir="Output", checkpoint_every_steps="Trust")
+SPRINT = dict(                 # small batches of one size, and rates to match
+    num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2,
+    val_tokens=2 ** 21, target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3),
+    no_attention_layers=(), value_layers=(3,), lr_matrix=0.0195, lr_embed=0.0057, lr_value=0.424,
+    lr_scalar=0.028, lr_table=0.6)
 PRESETS: dict[str, dict] = {
     "record": {},
-    "sprint": dict(            # small batches of one size, and rates to match
-        num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2,
-        val_tokens=2 ** 21, target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3),
-        no_attention_layers=(), value_layers=(3,), lr_matrix=0.0195, lr_embed=0.0057, lr_value=0.424,
-        lr_scalar=0.028, lr_table=0.6),
+    "sprint": SPRINT,
+    "small": SPRINT | dict(micro_rows=1, table_rows=1_048_573),      # for a card of 24 GB
     "demo": dict(              # bytes of English prose, two minutes on a CPU
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, stages="plain", row_tokens=256,
@@ -442,8 +444,12 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     on_gpu = device.type == "cuda"
     compiled = compilation == "on" or (compilation == "auto" and on_gpu)
     has_flex = on_gpu and compiled and fits_flex
-    can_record = on_gpu and compiled and torch.version.hip is None
-    has_fp8 = can_record and torch.cuda.get_device_capability(device) >= (8, 9)
+    on_nvidia = on_gpu and torch.version.hip is None
+    capability = torch.cuda.get_device_capability(device) if on_nvidia else (0, 0)
+    can_record, has_fp8 = compiled and on_nvidia, compiled and capability >= (8, 9)
+    if on_nvidia and capability < (8, 0):
+        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix units, "
+                      "expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
     if fp8 == "on" and not has_fp8:
         raise Refusal("--fp8=on: it needs compilation and fp8 matrix units (compute capability 8.9 or "
                       "newer); use --fp8=off")
@@ -2822,7 +2828,8 @@ def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
     if not is_wanted or torch.cuda.mem_get_info()[0] < COMPILER_BYTES_PER_ROW * run.config.micro_rows:
         yield
         return
-    command = [sys.executable, os.path.abspath(__file__), COMPILE_BESIDE, *argv]
+    options = [f"--preset={run.config.preset}", *(word for word in argv if not word.startswith("--preset="))]
+    command = [sys.executable, os.path.abspath(__file__), COMPILE_BESIDE, *options]
     with subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL) as helper:
         try:
             yield
@@ -2856,6 +2863,20 @@ def compile_beside(argv: list[str]) -> int:
 # Parses the command line, enters the world, trains and leaves, with one message if it didn't end as planned.
 # Exit codes: 0 done, 1 failed, 2 refused, 128 + signal if one stopped it. An attempt changes nothing here.
 
+RECORD_GIB = 60                    # of GPU memory that the record needs on each rank: estimated, not measured
+
+def default_preset() -> tuple[str, str]:
+    """-> the preset of a run that names none; why it isn't the record's where a GPU is too small."""
+    if not torch.cuda.is_available():
+        return "demo", ""
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    found_gib = min(sizes) / 2 ** 30
+    if found_gib >= RECORD_GIB:
+        return "record", ""
+    return "small", (f"note: preset small, as a GPU here has {found_gib:.0f} GiB of memory and the record "
+                     f"needs about {RECORD_GIB} (--preset=record tries it)")
+
+
 def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         say(help_text())
@@ -2864,13 +2885,16 @@ def main(argv: list[str]) -> int:
         return compile_beside(argv[1:])
     log = world = None
     try:
-        config, overrides = parse_config(argv, "record" if torch.cuda.is_available() else "demo")
+        preset, reason = default_preset()
+        config, overrides = parse_config(argv, preset)
         if config.deterministic == "on":
             torch.use_deterministic_algorithms(True)
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all
         if config.checkpoint_every_steps and world.rank == 0:
             need_writable("checkpoint_dir", config.checkpoint_dir)
+        if reason and config.preset == preset and world.rank == 0:
+            say(reason)
         join_group(world)
         result = train(config, world, log, overrides, argv)
         if result["status"] == "stopped":

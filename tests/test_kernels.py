@@ -417,11 +417,17 @@ def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8)
             tg.choose_kernels(gpu, fp8="on")
 
 
+def test_a_gpu_without_bf16_matrix_units_is_refused(tg, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(tg.Refusal, match="cuda:0: compute capability 7.5 has no bf16.*expected 8.0"):
+        tg.choose_kernels(torch.device("cuda", 0))
+
+
 @pytest.mark.recipe
 def test_small_presets_take_dense_attention_on_a_gpu_too(tg):
     """FlexAttention's kernels there want blocks of 128 and heads of 16 at least."""
     fits = {name: tg.parse_config([f"--preset={name}"])[0].fits_flex for name in tg.PRESETS}
-    assert fits == dict(record=True, sprint=True, demo=False, tiny=False)
+    assert fits == dict(record=True, sprint=True, small=True, demo=False, tiny=False)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

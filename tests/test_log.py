@@ -41,7 +41,7 @@ def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real
     header = log.header
     assert log.sha_matches and log.source.decode() == tg.SOURCE == Path(tg.__file__).read_text()
     for key in ("format", "run_id", "name", "started", "config", "overrides", "argv", "source_sha256", "seed",
-                "versions", "devices", "world_size", "micro_rows", "resumed_from", "kernels", "data", "git",
+                "versions", "devices", "world_size", "resumed_from", "kernels", "data", "git",
                 "parameters"):
         assert key in header, key
     assert header["run_id"] == path.stem and header["argv"] == options and header["seed"] == 7
