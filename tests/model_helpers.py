@@ -12,7 +12,7 @@ from shard_helpers import raw_shard
 
 EOD = 60
 SMALL = dict(       # 5 layers: long, short and no attention, value embeddings, n-grams, copies
-    vocab_size=300, eod_id=EOD, num_steps=3, batch_tokens=18 * 64, row_tokens=64, micro_rows=24,
+    vocab_size=300, eod_id=EOD, num_steps=3, batch_tokens=24 * 64, stages="plain", row_tokens=64, micro_rows=24,
     val_tokens=500, val_overlap=16, val_window_blocks=8, val_every_steps=0, target_loss=0.0, model_dim=32,
     num_layers=5, num_heads=2, head_dim=16, qk_dim=8, copy_dim=8, mlp_dim=64, long_layers=(1, 4),
     no_attention_layers=(2,), value_layers=(1, 4), table_rows=500, block_tokens=8, max_epochs=100,

@@ -28,14 +28,14 @@ def byte_tokens(count, seed):
 
 
 def byte_run(folder, *more, num_steps=6):
-    """Make shards in folder; -> options of a run of num_steps steps of up to 12 rows of 64 bytes on them."""
+    """Make shards in folder; -> options of a run of num_steps steps of up to 8 rows of 64 bytes on them."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, count, seed in (("train_1", 9000, 1), ("train_2", 9000, 2), ("val_1", 700, 3)):
         if not (folder / f"{name}.bin").exists():
             (folder / f"{name}.bin").write_bytes(raw_shard(np.array(byte_tokens(count, seed))))
     return ["--preset=tiny", f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin",
-            "--vocab_size=257", "--eod_id=256", f"--num_steps={num_steps}", "--batch_tokens=768", "--row_tokens=64",
+            "--vocab_size=257", "--eod_id=256", f"--num_steps={num_steps}", "--batch_tokens=512", "--row_tokens=64",
             "--micro_rows=2", "--val_tokens=0", "--val_overlap=16", "--model_dim=32", "--num_heads=2",
             "--head_dim=16", "--qk_dim=16", "--mlp_dim=64", "--max_epochs=100", "--deterministic=on",
             "--log_every_steps=1",

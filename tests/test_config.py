@@ -42,6 +42,13 @@ def test_the_sprint_is_the_record_on_one_gpu(tg):
     assert (c.stages, c.num_layers, c.num_heads) == ("sprint", 4, 4)
 
 
+@pytest.mark.recipe
+def test_small_is_the_sprint_with_less_memory(tg):
+    sprint, small = (dataclasses.asdict(tg.parse_config([f"--preset={name}"])[0]) for name in ("sprint", "small"))
+    assert {key: small[key] for key in small if small[key] != sprint[key]} == dict(
+        preset="small", micro_rows=1, table_rows=1_048_573)
+
+
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):
     assert tg.Config(vocab_size=50_257).padded_vocab == 50_304
     assert tg.Config(vocab_size=128).padded_vocab == 128
@@ -64,10 +71,10 @@ def test_the_default_preset_is_the_callers_choice(tg):
 def test_overrides_take_the_type_of_their_field(tg):
     config, overrides = tg.parse_config(["--preset=tiny", "--num_steps=7", "--lr_matrix=1e-3", "--long_layers=0,2",
                                          "--train_files=a=b,*.bin", "--compile=on", "--fp8=off", "--deterministic",
-                                         "--micro_rows=auto", "--value_layers=", "--softcap=30,0,7.5",
+                                         "--micro_rows=2", "--value_layers=", "--softcap=30,0,7.5",
                                          "--stages=sprint"])
     assert overrides == dict(num_steps=7, lr_matrix=1e-3, long_layers=(0, 2), train_files="a=b,*.bin", compile="on",
-                             fp8="off", deterministic="on", micro_rows=0, value_layers=(), softcap=(30, 0, 7.5),
+                             fp8="off", deterministic="on", micro_rows=2, value_layers=(), softcap=(30, 0, 7.5),
                              stages="sprint")
     assert {key: getattr(config, key) for key in overrides} == overrides
     assert config.model_dim == tg.PRESETS["tiny"]["model_dim"]

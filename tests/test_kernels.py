@@ -155,6 +155,29 @@ def test_the_head_in_one_pass_equals_autograd(tg):
         assert all(bool((t[rest[0] < 0] == 0).all()) for t in (found[1], found[3], found[4]))
 
 
+def further_case(T=48, V=256):
+    """Further targets [2, T], of which some are missing and some equal each other, and their weights."""
+    further = torch.randint(-40, V, (2, T), generator=torch.Generator().manual_seed(5), dtype=torch.int32).clamp(min=-1)
+    further[1, ::7] = further[0, ::7]
+    return further, torch.tensor([0.5, 0.25])
+
+
+def test_further_targets_add_their_weighted_cross_entropies(tg):
+    x, w, targets, *logs = head_case()
+    further, weights = further_case()
+    further[0, 1] = targets[1]
+    z = 23 * torch.sigmoid((x @ w.T + 5) / 7.5)
+    wanted = tg.mixed_cross_entropy(x, w, targets, *logs, SOFTCAP)
+    for t, weight in zip(further, weights):
+        wanted = wanted + weight * F.cross_entropy(z, t.long(), ignore_index=-1, reduction="sum")
+    leaves = [t.requires_grad_() for t in (x, w, *logs)]
+    loss = tg.mixed_cross_entropy(x, w, targets, *logs, SOFTCAP, further, weights)
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
+    found = tg.head_gradients(x, w, targets, *logs, SOFTCAP, False, further, weights)
+    for got, exact in zip(found, (loss, *torch.autograd.grad(loss, leaves)), strict=True):
+        assert error(got, exact) < 3e-6
+
+
 def test_the_head_in_bf16_is_near_the_exact_one(tg):
     case = head_case(torch.bfloat16)
     loss, dx, dw, d_lm, d_copy = tg.head_gradients(*case, SOFTCAP, False)
@@ -192,7 +215,7 @@ def test_fp8_scales_do_not_overflow(tg):
 def test_the_head_loss_scales_its_gradients_by_what_comes_from_above(tg):
     x, w, targets, *logs = head_case()
     leaves = [t.requires_grad_() for t in (x, w, *logs)]
-    loss = tg.HeadLoss.apply(x, w, targets, *logs, SOFTCAP, False, tg.head_gradients)
+    loss = tg.HeadLoss.apply(tg.head_gradients, x, w, targets, *logs, SOFTCAP, False)
     (loss / 96).backward()
     for leaf, wanted in zip(leaves, plain_head(*(t.detach() for t in (x, w, targets, *logs)))[1:]):
         assert error(leaf.grad, wanted / 96) < 3e-6
@@ -380,11 +403,11 @@ def test_a_cpu_runs_the_references_in_fp32(tg):
 def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
-    assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, bf16)
-    assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, bf16)
-    assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, bf16)
-    assert tg.choose_kernels(gpu, compilation="off") == tg.Kernels(False, False, False, bf16)
-    assert tg.choose_kernels(gpu, fits_flex=False) == tg.Kernels(True, False, fp8, bf16)
+    assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, True, bf16)
+    assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, True, bf16)
+    assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, True, bf16)
+    assert tg.choose_kernels(gpu, compilation="off") == tg.Kernels(False, False, False, False, bf16)
+    assert tg.choose_kernels(gpu, fits_flex=False) == tg.Kernels(True, False, fp8, True, bf16)
     with pytest.raises(tg.Refusal, match="--fp8=on: it needs compilation"):
         tg.choose_kernels(gpu, compilation="off", fp8="on")
     with pytest.raises(tg.Refusal, match="--attention=flex.*block_tokens=128"):
@@ -394,11 +417,17 @@ def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8)
             tg.choose_kernels(gpu, fp8="on")
 
 
+def test_a_gpu_without_bf16_matrix_units_is_refused(tg, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(tg.Refusal, match="cuda:0: compute capability 7.5 has no bf16.*expected 8.0"):
+        tg.choose_kernels(torch.device("cuda", 0))
+
+
 @pytest.mark.recipe
 def test_small_presets_take_dense_attention_on_a_gpu_too(tg):
     """FlexAttention's kernels there want blocks of 128 and heads of 16 at least."""
     fits = {name: tg.parse_config([f"--preset={name}"])[0].fits_flex for name in tg.PRESETS}
-    assert fits == dict(record=True, sprint=True, demo=False, tiny=False)
+    assert fits == dict(record=True, sprint=True, small=True, demo=False, tiny=False)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
