@@ -1536,8 +1536,6 @@ SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fi
 def open_shard(path: str) -> Tensor:
     """The tokens of a shard in FineWeb's format, a header and then uint16, memory-mapped. Raises Refusal."""
     try:
-        if not os.path.isfile(path):
-            raise OSError("no file")             # opening a pipe would wait for a writer
         with open(path, "rb") as file:
             header = file.read(SHARD_HEADER_BYTES)
         size = os.path.getsize(path)
@@ -1583,11 +1581,16 @@ def find_shards(patterns: str, what: str) -> list[str]:
         unmatched = "" if found else unmatched + ","
     if unmatched.strip(" ,") or not names:
         looked = ", ".join(os.path.abspath(os.path.expanduser(text.strip())) for text in patterns.split(","))
-        raise Refusal(f"no {what} shards match one of {looked:.300} (in a folder: *{what}*.bin): name others "
-                      f"with --{what}_files=PATTERN, or make some: python data/cached_fineweb10B.py, or "
-                      "data/text.py --builtin --tokenizer=bytes, or --help")
+        raise Refusal(f"no {what} shards match {patterns:.200} (looked for {looked:.300}; in a folder: "
+                      f"*{what}*.bin): name others with --{what}_files=PATTERN, or make some: python "
+                      "data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
     first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
-    return sorted(first_name_of.values())
+    paths = sorted(first_name_of.values())
+    for path in paths:                           # before anyone opens it: a pipe would wait for a writer
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            raise Refusal(f"{path}: no file that can be read; "
+                          f"restore it, or name others with --{what}_files=PATTERN")
+    return paths
 
 
 def dataset_card(paths: list[str]) -> dict | None:
@@ -2144,7 +2147,7 @@ def read_facts(folder: str | Path) -> dict:
         if missing:
             raise ValueError(f"lacks {', '.join(missing)}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
+        raise Refusal(f"{place}: can't be read ({error!s:.200}); take another checkpoint") from None
     return facts
 
 
@@ -2168,7 +2171,8 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     except pickle.UnpicklingError:               # whose text advises to read it without the guard
         raise Refusal(f"{place}: refused: it holds more than tensors; take another checkpoint") from None
     except Exception as error:
-        raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
+        reason = str(error).partition("\n")[0]
+        raise Refusal(f"{place}: can't be read ({reason:.200}); take another checkpoint") from None
     return facts, tensors
 
 
