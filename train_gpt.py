@@ -435,6 +435,7 @@ class Kernels(NamedTuple):
     fp8: bool = False                        # the output head's matrix products in training
     graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
+    small_tiles: bool = False                # FlexAttention in SMALL_TILES
 
 
 def choose_kernels(device: torch.device, compilation: str = "auto", attention: str = "auto",
@@ -448,8 +449,10 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     capability = torch.cuda.get_device_capability(device) if on_nvidia else (0, 0)
     can_record, has_fp8 = compiled and on_nvidia, compiled and capability >= (8, 9)
     if on_nvidia and capability < (8, 0):
-        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix units, "
-                      "expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
+        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix "
+                      "units, expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
+    properties = torch.cuda.get_device_properties(device) if on_nvidia else None
+    small_tiles = on_nvidia and properties.shared_memory_per_block_optin < USUAL_TILES_BYTES
     if fp8 == "on" and not has_fp8:
         raise Refusal("--fp8=on: it needs compilation and fp8 matrix units (compute capability 8.9 or "
                       "newer); use --fp8=off")
@@ -459,7 +462,8 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     if graphs == "on" and not can_record:
         raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
     return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   graphs=can_record and graphs != "off", dtype=torch.bfloat16 if on_gpu else torch.float32)
+                   graphs=can_record and graphs != "off", dtype=torch.bfloat16 if on_gpu else torch.float32,
+                   small_tiles=small_tiles)
 
 
 class Recorder:
@@ -674,6 +678,7 @@ class Mask(NamedTuple):
     offset_keys: Tensor | None = None
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
     blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists, see block_mask
+    small_tiles: bool = False                    # see SMALL_TILES
 
 
 def segment_ids(tokens_BT: Tensor, eod_id: int) -> Tensor:
@@ -753,13 +758,20 @@ def flex_lists(mask: Mask, block: int) -> BlockMask:
                      BLOCK_SIZE=(block, block), mask_mod=allowed)
 
 
+# What FlexAttention's kernels hold at once, for GPUs with less shared memory (3090, 4090, L4: 99 KiB) than a
+# pipeline of three of the usual tiles takes: queries [128, 128] and thrice keys and values [64, 128] in bf16.
+USUAL_TILES_BYTES = 2 * 128 * (128 + 3 * 2 * 64)
+SMALL_TILES = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_stages=2, bwd_num_stages=1,
+                   bwd_BLOCK_M1=32, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=32)
+
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
     """softmax(scale * q.k) v under the mask: FlexAttention over lists of blocks, or SDPA over a dense mask."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
     if mask.blocks is None:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale)
     else:
-        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale)
+        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale,
+                           kernel_options=SMALL_TILES if mask.small_tiles else None)
     return y.transpose(1, 2)
 
 
@@ -786,7 +798,8 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
     q, k = torch.stack((q_BTD, q_BTD), 1), torch.stack((k_BTD, k_BTD), 1)
     no_values = torch.zeros_like(k[..., :16])        # 16: the narrowest that the kernel takes
     y, aux = flex_attention(q, k, no_values, score_mod=all_or_targets, scale=q.size(-1) ** -0.5,
-                            block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True))
+                            block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True),
+                            kernel_options=SMALL_TILES if mask.small_tiles else None)
     # + 0 y: the backward pass can't be compiled without a gradient of the output (torch 2.11)
     return (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
 
@@ -1407,9 +1420,11 @@ class GPT(nn.Module):
         block = self.config.block_tokens
         long_window = torch.full_like(segments[0, 0], window)
         short_window = (long_window // 2).clamp(min=1)
-        offset_keys = torch.ones_like(long_window, dtype=torch.bool)
-        return {"long": self.build_mask(segments, long_window, block)._replace(offset_keys=offset_keys),
-                "short": self.build_mask(segments, short_window, block)._replace(offset_keys=~offset_keys)}
+        offset_keys, small_tiles = torch.ones_like(long_window, dtype=torch.bool), self.kernels.small_tiles
+        long = self.build_mask(segments, long_window, block)
+        short = self.build_mask(segments, short_window, block)
+        return {"long": long._replace(offset_keys=offset_keys, small_tiles=small_tiles),
+                "short": short._replace(offset_keys=~offset_keys, small_tiles=small_tiles)}
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
         """Rows [J, B, T, E] of the n-gram table and ids of their signs [J, B, T]. The rows are leaves;
@@ -2354,14 +2369,12 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
 def evaluate(run: Run) -> float:
     """Mean loss over the val_tokens targets, on all ranks, with shapes and graphs of the last stage."""
     c, world = run.config, run.world
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)      # sum of losses, number of targets
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
                                            rows_at_once(run, c.num_steps), c.eod_id, world.rank, world.size):
         inputs, targets = inputs.to(world.device), targets.to(world.device)
-        loss, count = run.model(inputs, targets, View(c.val_window_blocks)), (targets >= 0).sum()
-        totals += torch.stack((loss.double(), count.double()))
-    loss_sum, count = world.reduced(totals)
-    return float(loss_sum / count)
+        loss_sum += run.model(inputs, targets, View(c.val_window_blocks))
+    return float(world.reduced(loss_sum) / c.val_tokens)
 
 
 def warmup(run: Run, log: RunLog) -> None:
@@ -2390,14 +2403,14 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     run = build(config, world, overrides)
     c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
     header = {"run_id": log.run_id, **facts(run, overrides, argv)}
-    saved = load_checkpoint(run, header) if c.resume else None
+    saved = load_checkpoint(run, header) if c.resume else dict(step=0, tokens=0, total_ms=0.0, step_ms=[])
     log.header(SOURCE, header)
     log.event("note: " + budget(c, run.train_stream))
     log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
               f"{run.kernels}")
     if padding := padding_in_words(c, world.size):
         log.event("note: " + padding)
-    if saved:
+    if c.resume:
         same_source = saved["run"]["source_sha256"] == header["source_sha256"]
         origin = "" if same_source else ", written by another source"
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}{origin}")
@@ -2407,15 +2420,14 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     if c.self_check == "on":
         self_check(run, log)
     progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
-    if saved:
-        clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
+    clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
     with stop_signals() as signals, profiler_of(c, log) as profiler:
         try:
-            result = loop(run, progress, store, signals, profiler, header, saved["step"] if saved else 0)
+            result = loop(run, progress, store, signals, profiler, header, saved["step"])
         finally:
             store.finish()               # whatever happened, the last good checkpoint is whole
     if result["status"] == "stopped":
@@ -2874,11 +2886,11 @@ def default_preset() -> tuple[str, str]:
     if not torch.cuda.is_available():
         return "demo", ""
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    found_gib = min(sizes) / 2 ** 30
-    if found_gib >= RECORD_GIB:
+    gib = min(sizes) / 2 ** 30
+    if gib >= RECORD_GIB:
         return "record", ""
-    return "small", (f"note: preset small, as a GPU here has {found_gib:.0f} GiB of memory and the record "
-                     f"needs about {RECORD_GIB} (--preset=record tries it)")
+    return "small", (f"note: preset small, as a GPU here has {gib:.0f} GiB of memory and the record needs "
+                     f"about {RECORD_GIB} (--preset=record tries it)")
 
 
 def main(argv: list[str]) -> int:
