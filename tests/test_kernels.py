@@ -421,11 +421,11 @@ def test_flexattention_takes_small_tiles_where_shared_memory_is_little(tg, monke
 @pytest.mark.parametrize("capability, fp8", [((9, 0), True), ((8, 9), True), ((8, 0), False)])
 def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8):
     gpu, bf16 = stand_in(monkeypatch, capability), torch.bfloat16
-    assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, True, bf16)
-    assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, True, bf16)
-    assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, True, bf16)
-    assert tg.choose_kernels(gpu, compilation="off") == tg.Kernels(False, False, False, False, bf16)
-    assert tg.choose_kernels(gpu, fits_flex=False) == tg.Kernels(True, False, fp8, True, bf16)
+    assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, True, True, bf16)
+    assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, True, True, bf16)
+    assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, True, True, bf16)
+    assert tg.choose_kernels(gpu, compilation="off") == tg.Kernels(False, False, False, False, False, bf16)
+    assert tg.choose_kernels(gpu, fits_flex=False) == tg.Kernels(True, False, fp8, True, True, bf16)
     with pytest.raises(tg.Refusal, match="--fp8=on: it needs compilation"):
         tg.choose_kernels(gpu, compilation="off", fp8="on")
     with pytest.raises(tg.Refusal, match="--attention=flex.*block_tokens=128"):
@@ -477,13 +477,17 @@ def test_the_mass_by_compiled_flex_attention_equals_the_dense_one_on_a_gpu(tg, s
 
 
 @pytest.mark.gpu
-def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg):
+@pytest.mark.parametrize("num_further", (0, 2))
+def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg, num_further):
+    """By the kernel, and (for a number of rows that it doesn't take) by the reference."""
     if not tg.choose_kernels(torch.device("cuda", 0)).fp8:
         pytest.skip("this GPU has no fp8")
-    case = [t.cuda() for t in head_case(torch.bfloat16, T=512, K=256, V=1024)]
-    wanted = tg.head_gradients(*case, SOFTCAP, False)
-    for run in (tg.head_gradients, torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)):
-        loss, dx, dw, *_ = run(*case, SOFTCAP, True)
+    compiled = torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)
+    for T, run in ((512, tg.head_gradients), (512, compiled), (528, tg.head_gradients)):
+        case = [t.cuda() for t in head_case(torch.bfloat16, T=T, K=256, V=1024)]
+        more = [t.cuda() for t in further_case(T, 1024)] if num_further else []
+        loss, dx, dw, *_ = run(*case, SOFTCAP, True, *more)
+        wanted = tg.head_gradients(*case, SOFTCAP, False, *more)
         assert error(loss, wanted[0]) < 2e-3 and error(dx, wanted[1]) < 0.09 and error(dw, wanted[2]) < 0.09
 
 
