@@ -30,6 +30,7 @@ import dataclasses
 import datetime
 import glob
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import math
@@ -45,8 +46,7 @@ import threading
 import time
 import typing
 import uuid
-import warnings
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -105,8 +105,8 @@ class Config:
     vocab_size: int = setting(50_257, "ids in use; dataset.json beside the shards overrides it", 1, 2 ** 16)
     eod_id: int = setting(50_256, "the token that stands before every document")
     # Length and batch
-    num_steps: int = setting(1216, "updates of the weights", 1, 999_999)
-    batch_tokens: int = setting(524_288, "tokens of the largest step over all ranks", 1, 2 ** 26)
+    num_steps: int = setting(1800, "updates of the weights", 1, 999_999)
+    batch_tokens: int = setting(393_216, "tokens of the largest step over all ranks", 1, 2 ** 26)
     stages: str = setting("record", "table in room 7: batch, window and more over the run")
     row_tokens: int = setting(16_384, "documents are packed into rows of so many", 8, 2 ** 24)
     micro_rows: int = setting(4, "rows in one forward pass at most; auto or 0 = what memory allows")
@@ -118,13 +118,14 @@ class Config:
     target_loss: float = setting(3.28, "stop and say so when validation reaches it; 0 = run to the end")
     # Model
     model_dim: int = setting(768, "width of the residual stream", 16, 2 ** 24)
-    num_layers: int = setting(11, "blocks, each of attention and an MLP", 1, 1000)
+    num_layers: int = setting(11, "blocks of attention and an MLP", 1, 1000)
     num_heads: int = setting(6, "of attention", 1, 2 ** 24)
     head_dim: int = setting(128, "of the values", 8, 2 ** 24)
     qk_dim: int = setting(128, "of queries and keys", 8, 2 ** 24)
     mlp_dim: int = setting(3072, "width of the hidden layer of an MLP", 1, 2 ** 24)
     long_layers: tuple[int, ...] = setting((3, 10), "layers that see the whole window; others see half of it")
-    value_layers: tuple[int, ...] = setting((1, 2, 8, 9, 10), "layers with a value embedding of their own")
+    no_attention_layers: tuple[int, ...] = setting((4, 6, 8), "layers that are an MLP only")
+    value_layers: tuple[int, ...] = setting((1, 2, 9, 10), "layers with a value embedding of their own")
     copy_dim: int = setting(128, "of the copy pointer's queries and keys", 8, 2 ** 24)
     table_rows: int = setting(4_194_301, "hashed rows for each order, a prime; 1 is as good as none", low=1)
     table_orders: tuple[int, ...] = setting((2, 3), "n of the n-grams in the hashed table", 1, 4)
@@ -132,11 +133,11 @@ class Config:
     attention_scale: float = setting(0.1, "factor of query times key before the softmax")
     softcap: tuple[float, ...] = setting((23.0, 5.0, 7.5), "cap, shift, width of the logits' softcap")
     # Optimizer; betas and decays stand in the table of param_groups
-    lr_matrix: float = setting(0.039, "NorMuon, hidden matrices")
-    lr_embed: float = setting(0.85, "Adam, token and value embeddings")
-    lr_head: float = setting(0.0113, "Adam, output head and gates")
-    lr_scalar: float = setting(0.056, "Adam, mixing scalars")
-    lr_table: float = setting(1.2, "row-wise RMS steps, hashed n-gram table")
+    lr_matrix: float = setting(0.038, "NorMuon, hidden matrices")
+    lr_embed: float = setting(0.0098, "Adam, token embeddings, which are the output head too, and gates")
+    lr_value: float = setting(0.74, "Adam, value embeddings")
+    lr_scalar: float = setting(0.0485, "Adam, mixing scalars")
+    lr_table: float = setting(1.04, "row-wise RMS steps, hashed n-gram table")
     cooldown_frac: float = setting(0.8, "last part of the run with a linearly falling rate", high=1)
     lr_floor: float = setting(0.3, "the rate it falls to, relative")
     ema_frac: float = setting(0.25, "last part of the run, whose weights are averaged", high=1)
@@ -167,25 +168,30 @@ class Config:
 
 SECTIONS = dict(preset="Data", num_steps="Length and batch", val_tokens="Validation", model_dim="Model",
                 lr_matrix="Optimizer", seed="Machine", log_dir="Output", checkpoint_every_steps="Trust")
+SPRINT = dict(                 # small batches of one size, and rates to match
+    num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2,
+    val_tokens=2 ** 21, target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3),
+    no_attention_layers=(), value_layers=(3,), lr_matrix=0.0195, lr_embed=0.0057, lr_value=0.424,
+    lr_scalar=0.028, lr_table=0.6)
 PRESETS: dict[str, dict] = {
     "record": {},
-    "sprint": dict(            # small batches of one size, and rates to match
-        num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2,
-        val_tokens=2 ** 21, target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3),
-        value_layers=(3,), lr_matrix=0.0195, lr_embed=0.424, lr_head=0.0057, lr_scalar=0.028, lr_table=0.6),
+    "sprint": SPRINT,
+    "small": SPRINT | dict(micro_rows=1, table_rows=1_048_573),      # for a card of 24 GB
     "demo": dict(              # bytes of English prose, two minutes on a CPU
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, stages="plain", row_tokens=256,
         micro_rows=16, val_tokens=0, val_overlap=0, val_window_blocks=8, val_every_steps=50, target_loss=0.0,
         model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512,
-        long_layers=(1, 3), value_layers=(0, 2, 3), table_rows=65_521, table_orders=(2, 3, 4),
-        block_tokens=32, softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_head=0.0283, lr_table=0.8,
+        long_layers=(1, 3), no_attention_layers=(), value_layers=(0, 2, 3), table_rows=65_521,
+        table_orders=(2, 3, 4), block_tokens=32, softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_embed=0.04,
+        lr_value=0.85, lr_scalar=0.056, lr_table=0.8,
         checkpoint_every_steps=10 ** 6),
     "tiny": dict(              # three steps of a model for tests
         num_steps=3, batch_tokens=1024, stages="plain", row_tokens=128, micro_rows=8, val_tokens=10_000,
         val_overlap=32, val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2,
-        head_dim=32, qk_dim=32, copy_dim=32, mlp_dim=128, long_layers=(0,), value_layers=(0, 2),
-        table_rows=1021, block_tokens=16),
+        head_dim=32, qk_dim=32, copy_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(1,),
+        value_layers=(0, 2), table_rows=1021, block_tokens=16, lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85,
+        lr_scalar=0.056, lr_table=1.2),
 }
 CHOICES: dict[str, tuple[str, ...]] = dict(
     preset=tuple(PRESETS), stages=("record", "sprint", "plain"),     # the names of STAGES, in room 7
@@ -200,8 +206,6 @@ MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
     """Text of --key=text as a value of the field's type. Raises Refusal."""
-    if f.name == "micro_rows" and text == "auto":
-        return 0
     try:
         if f.type in (int, float):
             return f.type(text)
@@ -263,12 +267,13 @@ def numbers_of(value) -> tuple:
 
 def num_parameters(c: Config) -> int:
     """How many parameters the model has, but for the few of gates, scalars, copy pointer and padding."""
-    embedding_and_head = 2 * c.padded_vocab * c.model_dim
+    embedding = c.padded_vocab * c.model_dim              # the output head is the same matrix
     value_embeddings = len(c.value_layers) * c.padded_vocab * c.num_heads * c.head_dim
     ngram_table = len(c.table_orders) * c.table_rows * c.model_dim
+    num_attentions = c.num_layers - len(set(c.no_attention_layers))
     attention = 2 * c.model_dim * c.num_heads * (c.qk_dim + c.head_dim)
     mlp = 2 * c.model_dim * c.mlp_dim
-    return embedding_and_head + value_embeddings + ngram_table + c.num_layers * (attention + mlp)
+    return embedding + value_embeddings + ngram_table + num_attentions * attention + c.num_layers * mlp
 
 
 def check_config(c: Config) -> None:
@@ -282,7 +287,7 @@ def check_config(c: Config) -> None:
         for number in numbers_of(getattr(c, f.name)):
             need(low <= number <= high, f.name, f"a finite number from {low} to {high}")
     for key, other in (("eod_id", "vocab_size"), ("val_overlap", "row_tokens"), ("long_layers", "num_layers"),
-                       ("value_layers", "num_layers")):
+                       ("value_layers", "num_layers"), ("no_attention_layers", "num_layers")):
         highest = getattr(c, other) - 1
         for number in numbers_of(getattr(c, key)):
             need(number <= highest, key, f"a finite number from 0 to {other} - 1 = {highest}")
@@ -292,6 +297,9 @@ def check_config(c: Config) -> None:
     need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4")          # rotary turns pairs in half of each head
     need(c.model_dim % 16 == 0, "model_dim", "a multiple of 16")  # fp8's matrix units
     need(c.row_tokens % 16 == 0, "row_tokens", "a multiple of 16")
+    without_attention = set(c.no_attention_layers)
+    need(not without_attention & set(c.long_layers), "long_layers", "none of no_attention_layers")
+    need(not without_attention & set(c.value_layers), "value_layers", "none of no_attention_layers")
     need(len(c.table_orders) > 0, "table_orders", "at least one number")
     need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
     cap, _, width = c.softcap
@@ -435,6 +443,7 @@ class Kernels(NamedTuple):
     triton: bool = False                     # this room's own kernels in Triton
     graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
+    small_tiles: bool = False                # FlexAttention in SMALL_TILES
 
 
 def choose_kernels(device: torch.device, compilation: str = "auto", attention: str = "auto",
@@ -444,8 +453,14 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     on_gpu = device.type == "cuda"
     compiled = compilation == "on" or (compilation == "auto" and on_gpu)
     has_flex = on_gpu and compiled and fits_flex
-    can_record = on_gpu and compiled and torch.version.hip is None
-    has_fp8 = can_record and torch.cuda.get_device_capability(device) >= (8, 9)
+    on_nvidia = on_gpu and torch.version.hip is None
+    capability = torch.cuda.get_device_capability(device) if on_nvidia else (0, 0)
+    can_record, has_fp8 = compiled and on_nvidia, compiled and capability >= (8, 9)
+    if on_nvidia and capability < (8, 0):
+        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix "
+                      "units, expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
+    properties = torch.cuda.get_device_properties(device) if on_nvidia else None
+    small_tiles = on_nvidia and properties.shared_memory_per_block_optin < USUAL_TILES_BYTES
     if fp8 == "on" and not has_fp8:
         raise Refusal("--fp8=on: it needs compilation and fp8 matrix units (compute capability 8.9 or "
                       "newer); use --fp8=off")
@@ -456,7 +471,7 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
         raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
     return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
                    triton=on_gpu and compiled, graphs=can_record and graphs != "off",
-                   dtype=torch.bfloat16 if on_gpu else torch.float32)
+                   dtype=torch.bfloat16 if on_gpu else torch.float32, small_tiles=small_tiles)
 
 
 class Recorder:
@@ -783,6 +798,7 @@ class Mask(NamedTuple):
     offset_keys: Tensor | None = None
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
     blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists, see block_mask
+    small_tiles: bool = False                    # see SMALL_TILES
 
 
 def segment_ids(tokens_BT: Tensor, eod_id: int) -> Tensor:
@@ -862,13 +878,20 @@ def flex_lists(mask: Mask, block: int) -> BlockMask:
                      BLOCK_SIZE=(block, block), mask_mod=allowed)
 
 
+# What FlexAttention's kernels hold at once, for GPUs with less shared memory (3090, 4090, L4: 99 KiB) than a
+# pipeline of three of the usual tiles takes: queries [128, 128] and thrice keys and values [64, 128] in bf16.
+USUAL_TILES_BYTES = 2 * 128 * (128 + 3 * 2 * 64)
+SMALL_TILES = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_stages=2, bwd_num_stages=1,
+                   bwd_BLOCK_M1=32, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=32)
+
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
     """softmax(scale * q.k) v under the mask: FlexAttention over lists of blocks, or SDPA over a dense mask."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
     if mask.blocks is None:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale)
     else:
-        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale)
+        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale,
+                           kernel_options=SMALL_TILES if mask.small_tiles else None)
     return y.transpose(1, 2)
 
 
@@ -895,7 +918,8 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
     q, k = torch.stack((q_BTD, q_BTD), 1), torch.stack((k_BTD, k_BTD), 1)
     no_values = torch.zeros_like(k[..., :16])        # 16: the narrowest that the kernel takes
     y, aux = flex_attention(q, k, no_values, score_mod=all_or_targets, scale=q.size(-1) ** -0.5,
-                            block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True))
+                            block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True),
+                            kernel_options=SMALL_TILES if mask.small_tiles else None)
     # + 0 y: the backward pass can't be compiled without a gradient of the output (torch 2.11)
     return (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
 
@@ -1285,7 +1309,7 @@ class Optimizer:
 
 class Layer(NamedTuple):
     """What tells one layer from another: a row of layer_table."""
-    attention: str               # "long" (the whole window, offset keys) or "short" (half of the window)
+    attention: str               # "long" (the whole window, offset keys), "short" (half of it) or "none"
     value_table: int | None      # number of the value embedding that is mixed into its values
 
 
@@ -1294,6 +1318,8 @@ def layer_table(c: Config) -> list[Layer]:
     layers = []
     for i in range(c.num_layers):
         attention = "long" if i in c.long_layers else "short"
+        if i in c.no_attention_layers:
+            attention = "none"
         value_table = c.value_layers.index(i) if i in c.value_layers else None
         layers.append(Layer(attention, value_table))
     return layers
@@ -1422,10 +1448,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x <- a x + b x0; x <- x + attention(norm x); x <- x + W2 relu(W1 norm x)^2 (So et al. 2021)."""
-    def __init__(self, c: Config, dtype: torch.dtype):
+    """x <- a x + b x0; x <- x + attention(norm x); x <- x + W2 relu(W1 norm x)^2 (So et al. 2021).
+    Some layers of deep models are better without attention: time for more steps (record 92)."""
+    def __init__(self, c: Config, dtype: torch.dtype, has_attention: bool):
         super().__init__()
-        self.attention = Attention(c, dtype)
+        self.attention = Attention(c, dtype) if has_attention else None
         self.up = matrix(c.mlp_dim, c.model_dim, dtype=dtype)
         self.down = nn.Parameter(torch.zeros(c.mlp_dim, c.model_dim, dtype=dtype))      # stored transposed
         self.mlp_scale = scalars(1.0)       # of W2
@@ -1433,7 +1460,8 @@ class Block(nn.Module):
 
     def forward(self, x, x0, ve, mask, rotary):
         x = self.mix[0] * x + self.mix[1] * x0
-        x = x + self.attention(norm(x), ve, mask, rotary)
+        if self.attention is not None:
+            x = x + self.attention(norm(x), ve, mask, rotary)
         hidden = F.relu(F.linear(norm(x), self.up)).square()
         return x + hidden @ (self.down * self.mlp_scale)
 
@@ -1481,7 +1509,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.kernels, self.layers = c, kernels, layer_table(c)
         dtype, width = kernels.dtype, c.num_heads * c.head_dim
-        self.embed = nn.Parameter(torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
+        # One matrix embeds tokens and is the output head; it is read normed, so its size is the head's
+        self.embed = nn.Parameter(0.005 * torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
         value_embeds = torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype)
         self.value_embeds = nn.Parameter(value_embeds.mul_(0.01))       # all layers' side by side: one gather
         num_rows = len(c.table_orders) * c.table_rows + 1
@@ -1492,8 +1521,7 @@ class GPT(nn.Module):
         self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
         self.ngram_mix = scalars(0.05)
         self.pointer = Pointer(c, dtype)
-        self.blocks = nn.ModuleList(Block(c, dtype) for _ in self.layers)
-        self.head = nn.Parameter(torch.zeros(c.padded_vocab, c.model_dim, dtype=dtype))
+        self.blocks = nn.ModuleList(Block(c, dtype, layer.attention != "none") for layer in self.layers)
         self.rotary: dict[int, Rotary] = {}        # by row length; not saved
         self.input_states = input_states
         self.head_gradients, self.cross_entropy = head_gradients, mixed_cross_entropy
@@ -1510,9 +1538,11 @@ class GPT(nn.Module):
         block = self.config.block_tokens
         long_window = torch.full_like(segments[0, 0], window)
         short_window = (long_window // 2).clamp(min=1)
-        offset_keys = torch.ones_like(long_window, dtype=torch.bool)
-        return {"long": self.build_mask(segments, long_window, block)._replace(offset_keys=offset_keys),
-                "short": self.build_mask(segments, short_window, block)._replace(offset_keys=~offset_keys)}
+        offset_keys, small_tiles = torch.ones_like(long_window, dtype=torch.bool), self.kernels.small_tiles
+        long = self.build_mask(segments, long_window, block)
+        short = self.build_mask(segments, short_window, block)
+        return {"long": long._replace(offset_keys=offset_keys, small_tiles=small_tiles),
+                "short": short._replace(offset_keys=~offset_keys, small_tiles=small_tiles)}
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
         """Rows [J, B, T, E] of the n-gram table and ids of their signs [J, B, T]. The rows are leaves;
@@ -1544,7 +1574,7 @@ class GPT(nn.Module):
         x = x0.view_as(x0)        # not x0 itself: the first block would get one tensor twice (see Kernels)
         for layer, block in zip(self.layers, self.blocks):
             ve = None if layer.value_table is None else value_embeddings[layer.value_table]
-            x = block(x, x0, ve, masks[layer.attention], self.rotary[T])
+            x = block(x, x0, ve, masks.get(layer.attention), self.rotary[T])
         return norm(x)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None, view: View) -> Tensor:
@@ -1553,7 +1583,7 @@ class GPT(nn.Module):
         x = self.hidden(tokens_BT, segments, masks, view.training)
         if targets_BT is not None:
             return self.loss(x, tokens_BT, targets_BT, masks["long"], view)
-        log_p = softcap(F.linear(x, self.head), self.config.softcap).log_softmax(-1)
+        log_p = softcap(F.linear(x, self.embed), self.config.softcap).log_softmax(-1)
         window = torch.full_like(segments[0, 0], view.window)
         dense = dense_mask(segments, window, self.config.block_tokens).dense
         return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense)
@@ -1576,7 +1606,7 @@ class GPT(nn.Module):
     def row_loss(self, x_TE: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
                  further: Tensor | None, view: View, row: int | Tensor) -> Tensor:
         """Loss of one row: [T, E], [T] thrice, [2, T] -> scalar, over all ids or candidates of its own."""
-        c, w = self.config, self.head
+        c, w = self.config, self.embed
         if view.candidates:
             ids, columns = candidate_set(targets, len(w), view.candidates, start=row * view.candidates)
             if view.training and self.kernels.triton:        # ids are distinct, so in any order
@@ -1611,16 +1641,15 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
     # table
     families = (
         #      name            kind    pattern              lr               betas        eps    decay  ema   matmul
-        Family("embed",        "adam", r"embed",            c.lr_embed,      (.75, .98),  1e-10, .025, True,  False),
-        Family("value_embeds", "adam", r"value_embeds",     c.lr_embed,      (.75, .98),  1e-10, .025, False, False),
-        Family("head",         "adam", r"head",             c.lr_head,       (.5, .98),   1e-10, .75,  True,  True),
+        Family("embed",        "adam", r"embed",            c.lr_embed,      (.5, .99),   1e-10, .75,  True,  True),
+        Family("value_embeds", "adam", r"value_embeds",     c.lr_value,      (.75, .99),  1e-10, .025, False, False),
         Family("scalars",      "adam", r".*(mix|scales?)",  c.lr_scalar,     (.9, .99),   1e-10, 0.,   False, False),
-        Family("gates",        "adam", r".*gates",          c.lr_head,       (.9, .99),   1e-10, .005, False, False),
-        Family("copy_qk",      "muon", r".*copy_qk",        c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
-        Family("qk",           "muon", r".*\.qk",           c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
-        Family("value_out",    "muon", r".*\.(value|out)",  c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
-        Family("mlp_up",       "muon", r".*\.up",           c.lr_matrix,     (None, .9),  None,  1.2,  True,  True),
-        Family("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .9),  None,  1.2,  True,  True),
+        Family("gates",        "adam", r".*gates",          c.lr_embed,      (.9, .99),   1e-10, .005, False, False),
+        Family("copy_qk",      "muon", r".*copy_qk",        c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Family("qk",           "muon", r".*\.qk",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Family("value_out",    "muon", r".*\.(value|out)",  c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Family("mlp_up",       "muon", r".*\.up",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Family("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .95), None,  1.2,  True,  True),
         Family("ngrams",       "rows", r"ngrams",           c.lr_table,      (None, .95), 1e-15, .025, False, False))
     # end of table
     params = {family.name: {} for family in families}
@@ -1643,81 +1672,70 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
 # 6. Data
 # Shards become one stream of tokens, the stream becomes rows. A document begins at its mark, the id eod_id. A
 # row is row_tokens inputs with their targets. A piece is what a row holds of one document; the model calls it
-# a segment, and none sees another. Adjoining pieces of a row are one span (start, stop).
-# Everything here takes plain numbers.
+# a segment, and none sees another. Adjoining pieces of a row are one span (start, stop) of the stream.
 
 SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
-WIDE_SHARD_MAGIC = 20_240_801                # of shards of 32-bit tokens, which are not read here
 SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 1024                    # 256 int32: magic, version, number of tokens, unused
-SCAN_TOKENS = 2 ** 20                        # searched at once, so that they and their copies fit a cache
+SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fit a cache as int32
 
-def shard_tokens(path: str) -> int:
-    """Number of tokens of a shard in FineWeb's format: a header, then uint16 tokens. Raises Refusal."""
-    again = "delete the file and download or make it again"
+def open_shard(path: str) -> Tensor:
+    """The tokens of a shard in FineWeb's format, a header and then uint16, memory-mapped. Raises Refusal."""
     try:
-        size = os.path.getsize(path)
         with open(path, "rb") as file:
             header = file.read(SHARD_HEADER_BYTES)
-    except OSError as error:
-        raise Refusal(f"{path}: can't be read ({error.strerror})") from None
-    if len(header) < SHARD_HEADER_BYTES:
-        is_pointer = header.startswith(b"version https")
-        hint = ", looks like the pointer text of a large-file store" if is_pointer else ""
-        raise Refusal(f"{path}: {size} bytes, too short to hold a shard header of 1,024 bytes{hint}; {again}")
-    magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
-    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        hint = "a header begins with magic, version, number of tokens as int32; raw tokens have none"
-        if magic == WIDE_SHARD_MAGIC:
-            hint = "this is the 32-bit-token format, tokenize again with data/text.py"
-        raise Refusal(f"{path}: found magic/version {magic}/{version}, "
-                      f"expected {SHARD_MAGIC}/{SHARD_VERSION} ({hint})")
-    expected_size = SHARD_HEADER_BYTES + 2 * count
-    if count <= 0 or size != expected_size:
-        raise Refusal(f"{path}: header says {count:,} tokens ({expected_size:,} bytes), "
-                      f"found {size:,} bytes, expected as many and at least one token; {again}")
-    return count
+        size = os.path.getsize(path)
+        magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
+        expected_size = SHARD_HEADER_BYTES + 2 * count
+        fault = f"header says {count:,} tokens ({expected_size:,} bytes), found {size:,} bytes"
+        if size < SHARD_HEADER_BYTES:
+            fault = (f"{size} bytes, too short to hold a shard header of 1,024 bytes "
+                     "(is it the pointer text of a large-file store?)")
+        elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+            fault = (f"found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION} "
+                     "(raw tokens have none; 20240801 is the 32-bit-token format)")
+        elif count > 0 and size == expected_size:
+            whole_file = torch.from_file(path, shared=False, size=size // 2, dtype=torch.uint16)
+            return whole_file[SHARD_HEADER_BYTES // 2:]
+    except (OSError, RuntimeError) as error:     # RuntimeError: it can't be mapped
+        fault = f"can't be read ({error})"
+    raise Refusal(f"{path}: {fault}; delete it and download or make it again, or name other files")
 
 
 def matching_files(pattern: str, what: str) -> list[str]:
     """What one pattern means: the file or folder of that very name, else a glob. Of a folder: its shards."""
-    for text in (pattern, pattern.strip(), os.path.expanduser(pattern.strip())):
-        folder, name = os.path.split(text)
+    for text in (pattern, os.path.expanduser(pattern.strip(" ,"))):
         if os.path.isdir(text):
-            found = glob.glob(os.path.join(glob.escape(text), f"*{what}*.bin"))
-        elif os.path.lexists(text):
-            found = [text]
-        else:                                    # brackets of an existing folder are no pattern
-            found = glob.glob(os.path.join(glob.escape(folder), name)) or glob.glob(text)
-        if found:
-            return found
+            text = os.path.join(glob.escape(text), f"*{what}*.bin")
+        folder, name = os.path.split(text)       # brackets of an existing folder are no pattern
+        for attempt in (glob.escape(text), os.path.join(glob.escape(folder), name), text):
+            found = glob.glob(attempt)
+            if found:
+                return found
     return []
 
 
 def find_shards(patterns: str, what: str) -> list[str]:
-    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when there
-    are none. A comma may belong to a name: all texts in one, else the fewest that match, make a pattern."""
-    texts, names = patterns.split(","), set()
-    while texts:
-        for count in (len(texts), *range(1, len(texts))):
-            found = matching_files(",".join(texts[:count]), what)
-            if found:
-                break
-        else:
-            count = 1                            # it matches nothing, whatever follows it
-        names.update(map(os.path.abspath, found))
-        texts = texts[count:]
-    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
-    paths = sorted(first_name_of.values())
-    for path in paths:
-        if not os.path.isfile(path) or not os.access(path, os.R_OK):
-            raise Refusal(f"{path}: no file that can be read; "
-                          f"restore it, or name others with --{what}_files=PATTERN")
-    if not paths:
+    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when a
+    pattern matches none. A comma may belong to a name: what matches nothing goes on after its comma."""
+    texts = [patterns] if matching_files(patterns, what) else patterns.split(",")
+    names, unmatched = [], ""
+    for text in texts:
+        unmatched += text
+        found = matching_files(unmatched, what)
+        names += map(os.path.abspath, found)
+        unmatched = "" if found else unmatched + ","
+    if unmatched.strip(" ,") or not names:
         looked = ", ".join(os.path.abspath(os.path.expanduser(text.strip())) for text in patterns.split(","))
         raise Refusal(f"no {what} shards match {patterns:.200} (looked for {looked:.300}; in a folder: "
                       f"*{what}*.bin): name others with --{what}_files=PATTERN, or make some: python "
                       "data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
+    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
+    paths = sorted(first_name_of.values())
+    for path in paths:                           # before anyone opens it: a pipe would wait for a writer
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            raise Refusal(f"{path}: no file that can be read; "
+                          f"restore it, or name others with --{what}_files=PATTERN")
     return paths
 
 
@@ -1727,75 +1745,51 @@ def dataset_card(paths: list[str]) -> dict | None:
     if not os.path.lexists(card):
         return None
     try:
-        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"  # -sig: BOM or not
+        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"     # -sig: of Windows
         found = json.loads(text)
         vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
         are_whole = type(vocab_size) is int and type(eod_id) is int
         if not are_whole or not 0 <= eod_id < vocab_size <= 65_536:
-            raise ValueError("expected 0 <= eod_id < vocab_size <= 65536, "
-                             f"found {eod_id!r:.40} and {vocab_size!r:.40}")
-        return dict(tokenizer=tokenizer and str(tokenizer), vocab_size=vocab_size, eod_id=eod_id)
+            raise ValueError(f"0 <= eod_id < vocab_size <= 65536 isn't {eod_id!r:.40}, {vocab_size!r:.40}")
+        return dict(tokenizer=str(tokenizer) if tokenizer else None, vocab_size=vocab_size, eod_id=eod_id)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); "
                       "make it again with data/text.py") from None
-
-
-def as_int16(token_id: int) -> int:
-    """The int16 with the same 16 bits: torch hardly computes with uint16, so shards are mapped as int16."""
-    return token_id - 65_536 if token_id > 32_767 else token_id
 
 
 class TokenStream:
     """The tokens of several shards as one memory-mapped sequence: reads them, finds documents, checks ids."""
     def __init__(self, paths: list[str], vocab_size: int):
         self.paths, self.vocab_size = paths, vocab_size
-        self.starts = [0, *itertools.accumulate(map(shard_tokens, paths))]  # of each shard; the stream's end
+        self.shards = [open_shard(path) for path in paths]       # uint16, with which torch hardly computes
+        self.starts = [0, *itertools.accumulate(map(len, self.shards))]      # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
         if self.num_tokens < 2:
             raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
-        self.maps: dict[int, Tensor] = {}
-        self.indexed: dict[tuple[int, int], list[int]] = {}      # a shard is searched once, however many ask
-
-    def shard(self, k: int) -> Tensor:
-        """Tokens of shard k as int16 (the bits of uint16). Raises Refusal."""
-        if k not in self.maps:
-            header_words = SHARD_HEADER_BYTES // 2
-            words = header_words + self.starts[k + 1] - self.starts[k]
-            try:
-                whole_file = torch.from_file(self.paths[k], shared=False, size=words, dtype=torch.int16)
-            except RuntimeError as error:
-                raise Refusal(f"{self.paths[k]}: can't be read any more ({error})") from None
-            self.maps[k] = whole_file[header_words:]
-        return self.maps[k]
+        self.indexed: dict[tuple[int, int], list[int]] = {}              # what document_starts has found
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """Copy tokens start..stop-1 into out (int32), over the borders of shards."""
         k = bisect.bisect_right(self.starts, start) - 1
-        filled = 0
         while start < stop:
-            stop_here = min(stop, self.starts[k + 1])
-            length = stop_here - start
-            offset = start - self.starts[k]
-            out[filled:filled + length] = self.shard(k)[offset:offset + length]
-            start, filled, k = stop_here, filled + length, k + 1
-        out &= 0xFFFF                            # back from int16's negative numbers to ids
+            tokens = self.shards[k][start - self.starts[k]:stop - self.starts[k]]     # ends with its shard
+            out[:len(tokens)] = tokens
+            start, out, k = start + len(tokens), out[len(tokens):], k + 1
 
     def document_starts(self, k: int, eod_id: int) -> list[int]:
         """Positions in the stream of the marks (eod_id) of shard k. Raises Refusal on ids out of range."""
         if (k, eod_id) in self.indexed:
             return self.indexed[k, eod_id]
-        tokens, starts = self.shard(k), []
-        for begin in range(0, len(tokens), SCAN_TOKENS):
-            chunk = tokens[begin:begin + SCAN_TOKENS]
-            sign_flipped = chunk ^ -32_768       # so that int16 has the order that the ids have as uint16
-            largest_id = int(sign_flipped.max()) + 32_768
-            if largest_id >= self.vocab_size:
-                ids = chunk.int() & 0xFFFF
+        starts, begin = [], 0
+        for chunk in self.shards[k].split(SCAN_TOKENS):
+            ids = chunk.int()
+            if int(ids.max()) >= self.vocab_size:
                 at = int((ids >= self.vocab_size).nonzero()[0])
                 raise Refusal(f"{self.paths[k]}: token {ids[at]} at position {begin + at} is outside the "
                               f"vocabulary of {self.vocab_size}; were these made with another tokenizer?")
-            marks = (chunk == as_int16(eod_id)).nonzero().flatten()
+            marks = (ids == eod_id).nonzero().flatten()
             starts += (marks + (self.starts[k] + begin)).tolist()
+            begin += len(ids)
         self.indexed[k, eod_id] = starts
         return starts
 
@@ -1808,14 +1802,14 @@ class TokenStream:
         """int64 [documents]: a hash of the first length tokens after the mark, for each document of shard k
         that has so many: the sum of all tokens, each times a random odd number that belongs to its place,
         modulo 2^64. Equal texts have equal hashes, others practically never (Carter and Wegman 1979)."""
-        tokens = self.shard(k)
+        tokens = self.shards[k]
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
         lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
         starts = starts[lengths >= 1 + length]
         generator = torch.Generator().manual_seed(0)
         odd_numbers = torch.randint(-2 ** 62, 2 ** 62, (length,), generator=generator) * 2 + 1
         texts = tokens[starts[:, None] + 1 + torch.arange(length)]      # [documents, length]
-        return (texts * odd_numbers).sum(1)
+        return (texts.long() * odd_numbers).sum(1)
 
 
 def need_documents(stream: TokenStream, eod_id: int) -> None:
@@ -1853,12 +1847,10 @@ class Planner:
         last = self.stream.num_tokens - 1        # has no successor, so it is a target and never an input
         while True:
             first_shard = bisect.bisect_right(self.stream.starts, begin) - 1
-            for mark in self.stream.marks(self.eod_id, first_shard):
-                if mark > begin:
-                    yield epoch, begin, min(mark, last)
-                    begin = mark
-            if begin < last:
-                yield epoch, begin, last
+            for end in itertools.chain(self.stream.marks(self.eod_id, first_shard), [last]):
+                if begin < end:
+                    yield epoch, begin, end
+                    begin = end
             first_mark = next(self.stream.marks(self.eod_id), 0)
             epoch, begin = epoch + 1, first_mark if first_mark < last else 0
 
@@ -1898,14 +1890,11 @@ class Batch(NamedTuple):
 
 def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, targets: Tensor) -> None:
     """Write the spans' tokens into inputs, and into targets their true successors in the stream."""
-    filled = 0
-    tokens = torch.empty(len(inputs) + 1, dtype=torch.int32)
     for start, stop in spans:
         length = stop - start
-        stream.read(start, stop + 1, tokens[:length + 1])
-        inputs[filled:filled + length] = tokens[:length]
-        targets[filled:filled + length] = tokens[1:length + 1]
-        filled += length
+        stream.read(start, stop, inputs[:length])
+        stream.read(start + 1, stop + 1, targets[:length])
+        inputs, targets = inputs[length:], targets[length:]
 
 
 def rows_per_rank(num_rows: int, size: int) -> int:
@@ -1920,15 +1909,13 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
         per_rank = rows_per_rank(num_rows, size)
-        own_rows = rows[rank * per_rank:(rank + 1) * per_rank]
-        inputs, targets = torch.empty(2, per_rank, row_tokens, dtype=torch.int32, pin_memory=pinned)
-        for i, spans in enumerate(own_rows):
+        inputs = torch.full((per_rank, row_tokens), planner.eod_id, dtype=torch.int32, pin_memory=pinned)
+        targets = torch.full((per_rank, row_tokens), -1, dtype=torch.int32, pin_memory=pinned)
+        for i, spans in enumerate(rows[rank * per_rank:(rank + 1) * per_rank]):
             fill_row(planner.stream, spans, inputs[i], targets[i])
-        inputs[len(own_rows):] = planner.eod_id
-        targets[len(own_rows):] = -1
         return Batch(inputs, targets, planner.position)
     with ThreadPoolExecutor(1) as pool:
-        futures = (pool.submit(prepare, num_rows, max_doc_tokens) for num_rows, max_doc_tokens in plan)
+        futures = (pool.submit(prepare, *step) for step in plan)
         waiting = deque(itertools.islice(futures, ahead + 1))
         while waiting:
             yield waiting.popleft().result()
@@ -1947,7 +1934,7 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
         for i, first in enumerate(firsts[k:k + num_rows]):
             start = max(0, first - overlap)
             stop = min(first + firsts.step, num_targets)
-            fill_row(stream, [(start, stop)], inputs[i, :stop - start], targets[i, :stop - start])
+            fill_row(stream, [(start, stop)], inputs[i], targets[i])
             targets[i, :first - start] = -1
         yield inputs, targets
 
@@ -1973,8 +1960,8 @@ class Stage(NamedTuple):
 STAGES: dict[str, tuple[Stage, ...]] = {
     "record": (
         #     until  clip  window candidates share  mtp
-        Stage(0.200, 896,  3,     0.2,       0.25, ((0.5, 0.25), (0.5, 0.0))),
-        Stage(0.667, 2048, 7,     0.2,       0.5,  ((0.5, 0.0), (0.0, 0.0))),
+        Stage(0.200, 896,  3,     0.2,       1 / 3, ((0.5, 0.25), (0.5, 0.0))),
+        Stage(0.667, 2048, 7,     0.2,       2 / 3, ((0.5, 0.0), (0.0, 0.0))),
         Stage(0.920, 2048, 11,    0.2,       1.0),
         Stage(1.000, 2048, 13,    0.0,       1.0)),
     "sprint": (
@@ -2055,18 +2042,14 @@ def ema_rate_at(c: Config, step: int) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # 8. Log and checkpoint
 # The log is the record; rank 0 writes it, and the console is a copy that may go away. The clock. Checkpoints:
-# files of torch.distributed.checkpoint, facts as JSON beside them. Signals that stop a run. Train lines.
+# tensors as torch.save writes them, facts as JSON beside them. Signals that stop a run. Train lines.
 
 FENCE = "=" * 100                        # a line of its own, before and after the header
 COMMAND_TIMEOUT_S = 5                    # for nvidia-smi and git, which may hang
+WEIGHTS = "weights.pt"                   # a dict of tensors by "PARAMETER/KIND"
 CHECKPOINT_FACTS = ("step", "tokens", "position", "total_ms", "step_ms", "run", "bank_steps", "files")
-METADATA_NAMES = {                       # module: names that the .metadata of plain tensors is made of
-    "torch": ("Size",), "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-        "StorageMeta", "_MEM_FORMAT_ENCODING")}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 
 def say(text: str, stream=None, end: str = "\n") -> None:
     """Print text, on standard output unless another stream is named. The console is optional: once it is gone
@@ -2081,19 +2064,25 @@ def say(text: str, stream=None, end: str = "\n") -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())     # or Python's last flush fails
 
 
+def need_writable(option: str, folder: str) -> None:
+    """Raises Refusal when files can't be made in the folder that an option names. Makes it when missing."""
+    trial = Path(folder) / f"trial_{uuid.uuid4().hex[:8]}"
+    try:
+        trial.mkdir(parents=True)
+        trial.rmdir()
+    except OSError as error:
+        raise Refusal(f"--{option}={folder}: can't be written ({error.strerror}); name another one") from None
+
+
 class RunLog:
     """Writes log_dir/<run_id>.txt on rank 0 and mirrors events to the console. A full disk is said once."""
     def __init__(self, log_dir: str, world: World):
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         self.run_id, self.path, self.file = f"{stamp}_{uuid.uuid4().hex[:8]}", None, None
         if world.rank == 0:
-            try:
-                Path(log_dir).mkdir(parents=True, exist_ok=True)
-                self.path = Path(log_dir) / f"{self.run_id}.txt"
-                self.file = self.path.open("w", encoding="utf-8", newline="\n")
-            except OSError as error:
-                raise Refusal(f"--log_dir={log_dir}: can't be written ({error.strerror}); "
-                              "name another one") from None
+            need_writable("log_dir", log_dir)
+            self.path = Path(log_dir) / f"{self.run_id}.txt"
+            self.file = self.path.open("w", encoding="utf-8", newline="\n")
 
     def write(self, text: str) -> None:
         """Add text to the log only."""
@@ -2124,32 +2113,21 @@ class RunLog:
 
     def close(self) -> None:
         if self.file is not None:
-            with contextlib.suppress(OSError):
-                self.file.close()
+            self.file.close()
         for stream in (sys.stdout, sys.stderr):  # what others have printed
             say("", stream, end="")
-
-
-def fingerprint(path: str) -> str:
-    """16 hex digits of the sha256 over header, first and last MiB: names a file; data/verify.py checks it."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        digest.update(file.read(1024 + 2 ** 20))
-        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
-        digest.update(file.read())
-    return digest.hexdigest()[:16]
 
 
 def run_quietly(*command: str) -> str:
     """Standard output of a command; an empty text when it fails, can't run or takes more than 5 s."""
     try:
         child = subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True,
-                                 errors="replace", start_new_session=True)
+                                 errors="replace")
         output, _ = child.communicate(timeout=COMMAND_TIMEOUT_S)
     except OSError:
         return ""
-    except subprocess.TimeoutExpired:            # not waited for: what hangs in a driver can't be killed
-        os.killpg(child.pid, signal.SIGKILL)
+    except subprocess.TimeoutExpired:
+        child.kill()                             # and not waited for: what hangs in a driver can't be killed
         say(f"warn: {command[0]}: no answer within {COMMAND_TIMEOUT_S} s; going on without it", sys.stderr)
         return ""
     return output.strip() if child.returncode == 0 else ""
@@ -2163,6 +2141,21 @@ def git_state(folder: str) -> dict:
         return dict(commit="unknown", dirty="unknown")
     dirty = any(not line.startswith("#") for line in lines)
     return dict(commit=lines[0].removeprefix("# branch.oid "), dirty=dirty)
+
+
+def fingerprint(path: str) -> str:
+    """16 hex digits of the sha256 over header, first and last MiB: names a file; data/verify.py checks it."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        digest.update(file.read(1024 + 2 ** 20))
+        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
+        digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def process_age_s() -> float:
@@ -2179,16 +2172,15 @@ class Clock:
     """Honest time: starts and pauses with a device synchronisation; steps are timed by events, which are read
     one step late."""
     def __init__(self, device: torch.device):
-        self.cuda, self.device = device.type == "cuda", device
-        self.total_ms = 0.0                              # up to the last pause
-        self.resumed_at, self.last = None, None          # seconds; the stamp at the end of the last step
+        self.cuda = device.type == "cuda"
+        self.total_ms, self.resumed_at = 0.0, None       # up to the last pause; seconds
+        self.last = None                                 # the stamp at the end of the last step
         self.step_ms, self.unread = [], []               # finished steps; (stamp, stamp) of the others
 
-    def synchronize(self) -> float:
-        """Wait for the device. -> seconds on this process's clock."""
+    def synchronize(self) -> None:
+        """Wait for the device, which is this process's current one."""
         if self.cuda:
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+            torch.cuda.synchronize()
 
     def stamp(self) -> float | torch.cuda.Event:
         """This moment: as seconds on a CPU, as an event in a GPU's queue, which no one waits for."""
@@ -2199,13 +2191,13 @@ class Clock:
         return event
 
     def resume(self) -> None:
-        self.resumed_at, self.last = self.synchronize(), self.stamp()
+        self.synchronize()
+        self.resumed_at, self.last = time.perf_counter(), self.stamp()
 
     def pause(self) -> None:
-        now = self.synchronize()
+        self.synchronize()
+        self.total_ms, self.resumed_at = self.elapsed_ms(), None
         self.collect()
-        self.total_ms += 1e3 * (now - self.resumed_at)
-        self.resumed_at = None
 
     def step_done(self) -> None:
         before, self.last = self.last, self.stamp()
@@ -2227,20 +2219,6 @@ class Clock:
         return self.total_ms + 1e3 * (time.perf_counter() - self.resumed_at)
 
 
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def first_cause(error: BaseException) -> str:
-    """What went wrong, in a line. A CheckpointException has failures = {rank: (exception, traceback)}."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error, _ = next(iter(failures.values()))
-    lines = str(error).splitlines() or [repr(error)]
-    return getattr(error, "strerror", None) or lines[0]
-
-
 class Store:
     """Writes folder/step_N in the background, named so when whole; keeps two. A failure is said and training
     goes on; failed says whether the latest attempt was one."""
@@ -2259,41 +2237,28 @@ class Store:
 
     def finish(self) -> None:
         """Wait until what is being written is whole."""
-        writing, self.writing = self.writing, None
-        if writing:
-            writing.result()
+        if self.writing:
+            self.writing.result()
+            self.writing = None                  # which lets go of the tensors
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
-        from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
         unfinished, whole = self.folder / f"writing_{name}", self.folder / name
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
         try:
-            save(tensors, storage_writer=FileSystemWriter(unfinished), no_dist=True)
-            digests = {file.name: sha256_of(file) for file in sorted(unfinished.iterdir())}
-            body = json.dumps(facts | dict(files=digests))
-            with (unfinished / "checkpoint.json").open("w", encoding="ascii") as file:
-                file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
-                file.flush()
+            unfinished.mkdir(parents=True, exist_ok=True)
+            with (unfinished / WEIGHTS).open("wb") as file:
+                torch.save(tensors, file)
                 os.fsync(file.fileno())
+            body = json.dumps(facts | dict(files={WEIGHTS: sha256_of(unfinished / WEIGHTS)})).encode()
+            digest = hashlib.sha256(body).hexdigest().encode()           # refuses it if a crash cuts it off
+            (unfinished / "checkpoint.json").write_bytes(digest + b"\n" + body)
             self.last, self.failed = unfinished.rename(whole), False
             for old in sorted(self.folder.glob("step_*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
-        except (Exception, CheckpointException) as error:        # the latter is no Exception
+        except Exception as error:
             self.failed = True
-            self.log.event(f"warn: {whole}: checkpoint not written ({first_cause(error)}); "
+            self.log.event(f"warn: {whole}: checkpoint not written ({error!r:.200}); "
                            f"the last good one is {self.last}")
             shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def need_writable(folder: str) -> None:
-    """Raises Refusal when checkpoints can't be written into the folder, which is made when it is missing."""
-    trial = Path(folder) / f"trial_{uuid.uuid4().hex[:8]}"
-    try:
-        trial.mkdir(parents=True)
-        trial.rmdir()
-    except OSError as error:
-        raise Refusal(f"--checkpoint_dir={folder}: can't be written ({error.strerror}); "
-                      "name another one") from None
 
 
 def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
@@ -2301,19 +2266,19 @@ def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
     it doesn't, or nothing. Raises Refusal that names what there is."""
     if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
         return Path(resume)
-    found = [file for file in Path(folder).glob("*/step_*/checkpoint.json") if file.is_file()]
-    found.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    there = [str(file.parent) for file in found]
-    for number, path in enumerate(there if resume == "latest" else ()):
+    def reason_against(place: Path) -> str:
         try:
-            reason = misfit(read_facts(path))
+            return misfit(read_facts(place))
         except Refusal as error:
-            reason = str(error)
-        if not reason:
-            return Path(path)
-        there[number] += f" ({reason})"
+            return str(error)
+    files = sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True)
+    if resume == "latest":
+        for file in files:
+            if not reason_against(file.parent):
+                return file.parent
+    there = [f"{file.parent} ({reason_against(file.parent) or 'fits'})" for file in files[:3]]
     raise Refusal(f"--resume={resume}: no checkpoint there that fits (a folder step_N with checkpoint.json); "
-                  f"in {folder}/*/: {', '.join(there[:3]) or 'none'}")
+                  f"in {folder}/*/: {', '.join(there) or 'none'}")
 
 
 def read_facts(folder: str | Path) -> dict:
@@ -2322,15 +2287,13 @@ def read_facts(folder: str | Path) -> dict:
     try:
         digest, _, body = place.read_bytes().partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != digest:
-            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+            raise ValueError("damaged: its checksum differs")
         facts = json.loads(body)
         missing = [key for key in CHECKPOINT_FACTS if key not in facts]
-    except OSError as error:
-        raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"{place}: no facts of a checkpoint ({error!r:.99})") from None
-    if missing:
-        raise Refusal(f"{place}: lacks {', '.join(missing)}; take another checkpoint")
+        if missing:
+            raise ValueError(f"lacks {', '.join(missing)}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise Refusal(f"{place}: can't be read ({error!s:.200}); take another checkpoint") from None
     return facts
 
 
@@ -2341,38 +2304,21 @@ def need_bank_steps(folder: str | Path, facts: dict, banks: list[str]) -> None:
         raise Refusal(f"{folder}: its bank_steps lack {', '.join(missing)}; take another checkpoint")
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads a checkpoint's .metadata. A pickle may call anything; this one gets METADATA_NAMES and dtypes."""
-    def find_class(self, module: str, name: str):
-        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and name not in METADATA_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"its metadata asks for {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
-
-
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """(facts, tensors by "PARAMETER/KIND"). Raises Refusal that names the file when a byte is wrong."""
-    from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
-    facts = read_facts(folder)
-    for name, digest in facts["files"].items():
-        place = Path(folder) / name
-        try:
-            digest_found = sha256_of(place)
-        except OSError as error:
-            raise Refusal(f"{place}: can't be read ({error.strerror})") from None
-        if digest_found != digest:
-            raise Refusal(f"{place}: damaged (its checksum differs); take another checkpoint")
+    """(facts, tensors by "PARAMETER/KIND", which are read from disk when used). Raises Refusal that names the
+    file when a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
+    facts, place = read_facts(folder), Path(folder) / WEIGHTS
     try:
-        with (Path(folder) / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        tensors = {key: torch.empty(info.size, dtype=info.properties.dtype)
-                   for key, info in metadata.state_dict_metadata.items()}
-        reader = FileSystemReader(folder)
-        reader.read_metadata = lambda *_, **__: metadata   # its own unpickles without a list
-        with warnings.catch_warnings(action="ignore"):     # "no process group": each rank reads for itself
-            load(tensors, storage_reader=reader, no_dist=True)
-    except (Exception, CheckpointException) as error:
-        raise Refusal(f"{folder}: can't be read as a checkpoint ({first_cause(error):.200})") from None
+        if sha256_of(place) != facts["files"][WEIGHTS]:
+            raise ValueError("damaged: its checksum differs")
+        tensors = torch.load(place, map_location="cpu", weights_only=True, mmap=True)
+        if not all(type(t) is Tensor for t in tensors.values()):
+            raise TypeError("holds more than tensors")
+    except pickle.UnpicklingError:               # whose text advises to read it without the guard
+        raise Refusal(f"{place}: refused: it holds more than tensors; take another checkpoint") from None
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise Refusal(f"{place}: can't be read ({reason:.200}); take another checkpoint") from None
     return facts, tensors
 
 
@@ -2381,23 +2327,21 @@ def stop_signals() -> Iterator[list[int]]:
     """The list that the signals enter which stop a run. After the first, SIGTERM and SIGINT act as before;
     SIGHUP and SIGUSR1 don't: one cause may send them twice (kernel and shell, SLURM and launcher)."""
     received: list[int] = []
-    handlers_before = {}
-    def restore(*numbers: int) -> None:
-        for number in handlers_before.keys() & set(numbers):
-            signal.signal(number, handlers_before.pop(number))
+    handlers_before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     def on_signal(number: int, frame) -> None:
         received.append(number)
-        restore(signal.SIGTERM, signal.SIGINT)
-    with contextlib.suppress(ValueError):                  # only the main thread may install handlers
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            handlers_before[number] = signal.signal(number, on_signal)
-        # nohup has its way, but not in torchrun's ranks (leaders of sessions): it kills them after a SIGHUP
-        if handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid():
-            restore(signal.SIGHUP)
+        for impatient in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(impatient, handlers_before[impatient])
+    # nohup has its way, but not in torchrun's ranks (leaders of sessions): it kills them after a SIGHUP
+    keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or not keeps_hang_up:
+            signal.signal(number, on_signal)
     try:
         yield received
     finally:
-        restore(*handlers_before)
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
 
 
 def need_finite(where: str, values: dict[str, float]) -> None:
@@ -2408,33 +2352,17 @@ def need_finite(where: str, values: dict[str, float]) -> None:
                       "Lower the learning rates, or look at the data")
 
 
-class StepNumbers(NamedTuple):
-    """What is known of a step before the device has done it, and where its numbers will arrive."""
-    step: int                                # counted from 0
-    tokens: int                              # of all ranks in this step
-    tokens_so_far: int
-    lr: float                                # relative to the rates of the groups
-    stats: Tensor                            # on the CPU: loss, each bank's squared gradient norm, stop
-    arrived: float | torch.cuda.Event        # the clock's stamp after which stats may be read
-
-
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits.
     A bank is a group of parameters that the optimizer updates as one; banks: their names."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
         self.config, self.log, self.clock, self.banks = c, log, clock, banks
-        self.waiting: StepNumbers | None = None
+        self.waiting: tuple | None = None        # what push noted of the step whose numbers are not read yet
         self.tokens, self.stopping = 0, False
         device = header["devices"][0]
         peaks = [1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in device]      # of one device
         flops_per_token = 6 * header["parameters"]["matmul"]
         self.peak_seconds_per_token = flops_per_token / peaks[0] / header["world_size"] if peaks else None
-
-    def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
-        """Note a step whose stats (StepNumbers) arrive before clock.last; write the line of the last one."""
-        self.tokens += tokens
-        self.look(StepNumbers(step, tokens, self.tokens, lr, stats, self.clock.last))
 
     def mfu(self, tokens: float, ms: float) -> float | None:
         """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
@@ -2442,28 +2370,33 @@ class Progress:
             return None
         return self.peak_seconds_per_token * tokens / ms * 1e3
 
-    def look(self, new: StepNumbers | None = None) -> None:
+    def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
+        """Note a step (counted from 0; tokens of all ranks; lr relative to the groups' rates) whose stats
+        (loss, each bank's squared gradient norm, stop) reach the CPU before it is done; look at the last."""
+        self.tokens += tokens
+        self.look((step, tokens, self.tokens, lr, stats))
+
+    def look(self, following: tuple | None = None) -> None:
         """Write the line of the step that waits, if due. Raises Failure for what is not finite in it."""
-        item, self.waiting = self.waiting, new
-        if item is None:
+        noted, self.waiting = self.waiting, following
+        if noted is None:
             return
-        if self.clock.cuda:
-            item.arrived.synchronize()
-        c, done = self.config, item.step + 1
-        loss, *squared_norms, stop = item.stats.tolist()
+        step, tokens, tokens_so_far, lr, stats = noted
+        self.clock.collect(keep=1 if following else 0)           # waits until the stats have arrived
+        c, done = self.config, step + 1
+        loss, *squared_norms, stop = stats.tolist()
         gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
         need_finite(f"step {done}", {"loss": loss} | gradients)
         self.stopping = bool(stop)
-        self.clock.collect(keep=1)
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
-            mfu = self.mfu(item.tokens, ms)
+            mfu = self.mfu(tokens, ms)
             mfu_text = "" if mfu is None else f"mfu:{mfu:.3f} "
             self.log.event(
                 f"step:{done}/{c.num_steps} train_loss:{loss:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
-                f"step_avg:{ms:.2f}ms tokens_per_s:{item.tokens / ms * 1e3:.0f} {mfu_text}lr:{item.lr:.4f} "
-                f"tokens:{item.tokens_so_far}")
+                f"step_avg:{ms:.2f}ms tokens_per_s:{tokens / ms * 1e3:.0f} {mfu_text}lr:{lr:.4f} "
+                f"tokens:{tokens_so_far}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2473,8 +2406,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """All that a run holds. train_stream and val_stream are memory-mapped; position is where the data
-    stands."""
+    """All that a run holds. The streams are memory-mapped; position is where the data stands."""
     config: Config
     world: World
     kernels: Kernels
@@ -2490,15 +2422,6 @@ class Run:
 def build(c: Config, world: World, overrides: dict) -> Run:
     """Check everything that can be checked cheaply, then make model and optimizer. Raises Refusal."""
     c, train_stream, val_stream = open_data(c, overrides)
-    # validation has the last stage's shape
-    row_counts = {rows_at(c, step) for step in range(c.num_steps + 1)}
-    divisor = math.gcd(*row_counts)
-    if divisor % world.size != 0:
-        legal = ", ".join(str(n) for n in range(1, divisor + 1) if divisor % n == 0)
-        raise Refusal(f"{world.size} processes can't share {sorted(row_counts)} rows "
-                      "(batch_tokens / row_tokens ="
-                      f" {c.batch_tokens} / {c.row_tokens}) evenly; legal counts: {legal} "
-                      "(--nproc_per_node or NPROC)")
     budget(c, train_stream)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex, c.graphs)
     if kernels.compile and not world.is_cuda and not find_compiler():
@@ -2512,16 +2435,21 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
     recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or max(row_counts),
-               recorder)
+    most_rows = max(rows_per_rank(rows_at(c, step), world.size) for step in range(c.num_steps + 1))
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or most_rows, recorder)
+
+
+def plan_from(c: Config, first: int) -> list[tuple[int, int]]:
+    """What the steps from first on consume: (rows over all ranks, max_doc_tokens) of each."""
+    return [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
 
 
 def train_view(run: Run, step: int) -> View:
     """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps and
-    ranks; the spare number keeps steps apart that round their rows up."""
+    ranks, whatever the number of ranks; the spare number keeps steps apart that round their rows up."""
     c, world = run.config, run.world
     rows_per_step = c.batch_tokens // c.row_tokens + 1
-    first_row = step * rows_per_step + world.rank * rows_at(c, step) // world.size
+    first_row = step * rows_per_step + world.rank * rows_per_rank(rows_at(c, step), world.size)
     # filled on the device: a copy from the host would wait for it
     row, *weights = (torch.full((), number, device=world.device)
                      for number in (first_row, *further_weights_at(c, step)))
@@ -2532,7 +2460,7 @@ def train_view(run: Run, step: int) -> View:
 
 def rows_at_once(run: Run, step: int) -> int:
     """Rows of a micro-batch: this rank's rows in equal parts, at most run.micro_rows."""
-    rows = rows_at(run.config, step) // run.world.size
+    rows = rows_per_rank(rows_at(run.config, step), run.world.size)
     return max(n for n in range(1, min(run.micro_rows, rows) + 1) if rows % n == 0)
 
 
@@ -2549,7 +2477,7 @@ def forward_backward(model: GPT, view: View, step_tokens: int, inputs: Tensor, t
 
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
     """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all
-    ranks' stop."""
+    ranks' stop. The divisor counts the rows of all ranks without empty ones, so parts add up to the mean."""
     c, world = run.config, run.world
     view, rows, step_tokens = train_view(run, step), rows_at_once(run, step), rows_at(c, step) * c.row_tokens
     constants = view._replace(row=0, further_weights=None), step_tokens
@@ -2570,18 +2498,14 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
 
 
 def evaluate(run: Run) -> float:
-    """Mean loss over the val_tokens targets, on all ranks. Shapes and graphs are those of the last
-    stage."""
+    """Mean loss over the val_tokens targets, on all ranks, with shapes and graphs of the last stage."""
     c, world = run.config, run.world
-    # sum of losses, number of targets
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
                                            rows_at_once(run, c.num_steps), c.eod_id, world.rank, world.size):
         inputs, targets = inputs.to(world.device), targets.to(world.device)
-        loss, count = run.model(inputs, targets, View(c.val_window_blocks)), (targets >= 0).sum()
-        totals += torch.stack((loss.double(), count.double()))
-    loss_sum, count = world.reduced(totals)
-    return float(loss_sum / count)
+        loss_sum += run.model(inputs, targets, View(c.val_window_blocks))
+    return float(world.reduced(loss_sum) / c.val_tokens)
 
 
 def warmup(run: Run, log: RunLog) -> None:
@@ -2593,10 +2517,8 @@ def warmup(run: Run, log: RunLog) -> None:
     last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
     for step in last_step_of_stage.values():
         num_rows = rows_at(c, step)
-        num_tokens = num_rows // world.size * c.row_tokens
-        tokens = (torch.arange(num_tokens).int() % c.vocab_size).view(-1, c.row_tokens)
-        # the first step compiles, the second records
-        for _ in range(2):
+        tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
+        for _ in range(2):               # the first step compiles, the second records
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
             log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
@@ -2612,33 +2534,39 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     run = build(config, world, overrides)
     c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
     header = {"run_id": log.run_id, **facts(run, overrides, argv)}
-    saved = load_checkpoint(run, header) if c.resume else None
+    saved = load_checkpoint(run, header) if c.resume else dict(step=0, tokens=0, total_ms=0.0, step_ms=[])
     log.header(SOURCE, header)
     log.event("note: " + budget(c, run.train_stream))
-    num_parameters = header["parameters"]["total"]
-    log.event(f"note: {world.size} x {world.device.type}, {num_parameters:,} parameters, {run.kernels}")
-    if saved:
+    log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
+              f"{run.kernels}")
+    if padding := padding_in_words(c, world.size):
+        log.event("note: " + padding)
+    if c.resume:
         same_source = saved["run"]["source_sha256"] == header["source_sha256"]
-        log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}"
-                  + ("" if same_source else ", written by another source"))
+        origin = "" if same_source else ", written by another source"
+        log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}{origin}")
     if world.is_cuda:
-        with compiler_beside(argv) if may_compile_beside(run) else contextlib.nullcontext():
+        with compiler_beside(run, argv):
             warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
     progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
-    if saved:
-        clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
+    clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
-    with stop_signals() as signals, contextlib.ExitStack() as profiling:
+    with stop_signals() as signals, profiler_of(c, log) as profiler:
         try:
-            result = loop(run, progress, store, signals, profiling, header, saved["step"] if saved else 0)
+            result = loop(run, progress, store, signals, profiler, header, saved["step"])
         finally:
-            # whatever happened: the last good checkpoint is whole
-            store.finish()
+            store.finish()               # whatever happened, the last good checkpoint is whole
+    if result["status"] == "stopped":
+        if world.size > 1:
+            dist.barrier()               # a launcher kills the others soon after the first has left
+        advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
+        result["reason"] = f"{signal.Signals(result['signal']).name}; {advice}"
+        log.event("note: " + result["reason"])
     log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by "
               "clipping")
     need_finite(f"step {result['step']}", {f"the weights of {bank.group.name}": finite_sum(bank.weight)
@@ -2661,20 +2589,15 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
 
 
 PACE_STEPS = 20                    # after so many steps the log predicts the time that the training takes
-PROFILE_AFTER_STEPS = 5            # the first steps are not typical: caches are cold
 
-def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiling: contextlib.ExitStack,
-         header: dict, first: int) -> dict:
+def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiler, header: dict,
+         first: int) -> dict:
     """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last
-    validation. profiling holds the profiler while it runs: whoever closes it, also because the run ends,
-    writes the trace."""
+    validation. profiler: of torch, or None."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
-    plan = [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
+    plan = plan_from(c, first)
     planner = Planner(run.train_stream, c.eod_id, run.position)
     loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
-    is_profiled = c.profile_steps > 0 and log.path is not None
-    profile_first = min(first + PROFILE_AFTER_STEPS, c.num_steps - 1)
-    profile_last = min(first + PROFILE_AFTER_STEPS + c.profile_steps, c.num_steps) - 1
     result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
     clock.resume()                                        # the timed region begins
     for step in range(first, c.num_steps + 1):
@@ -2696,9 +2619,6 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
                     save_checkpoint(run, store, step, progress, header)
                 break
             clock.resume()
-        if is_profiled and step == profile_first:
-            profiling.enter_context(torch.profiler.profile(
-                on_trace_ready=lambda p: p.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))))
         try:
             batch = next(loader)
         except Refusal as error:
@@ -2709,15 +2629,15 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
         progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
         if step == first + PACE_STEPS < c.num_steps - PACE_STEPS:
             tokens_to_go = sum(rows for rows, _ in plan[PACE_STEPS + 1:]) * c.row_tokens
-            ms_to_go = clock.elapsed_ms() / progress.tokens * tokens_to_go
-            seconds = (clock.elapsed_ms() + ms_to_go) / 1e3
+            seconds = clock.elapsed_ms() / 1e3 * (1 + tokens_to_go / progress.tokens)
             log.event(f"note: at this pace the training takes about {seconds:.0f} s")
-        if is_profiled and step == profile_last:
-            profiling.close()
-        # of the step before, so all ranks stop after the same step
-        if progress.stopping:
+        if profiler:
+            profiler.step()
+        if progress.stopping:            # known of the step before, so all ranks stop after the same step
             clock.pause()
-            result |= save_and_stop(run, progress, store, signals, header, step + 1)
+            save_checkpoint(run, store, step + 1, progress, header)
+            stopped_by = signals[0] if signals else signal.SIGTERM
+            result |= dict(status="stopped", step=step + 1, val_loss=None, signal=stopped_by)
             break
         if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
             save_checkpoint(run, store, step + 1, progress, header)
@@ -2725,33 +2645,41 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profili
     return result
 
 
-def save_and_stop(run: Run, progress: Progress, store: Store, signals: list[int], header: dict,
-                  step: int) -> dict:
-    """A signal came, to this rank or another: save a checkpoint. -> what the result then says."""
-    began, number = time.perf_counter(), signals[0] if signals else signal.SIGTERM
-    save_checkpoint(run, store, step, progress, header)
-    store.finish()
-    if run.world.size > 1:
-        # a launcher kills the others soon after the first has left
-        dist.barrier()
-    advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
-    reason = f"{signal.Signals(number).name}; {advice}"
-    progress.log.event(f"note: {reason} (checkpoint took {time.perf_counter() - began:.2f} s)")
-    return dict(status="stopped", step=step, val_loss=None, signal=number, reason=reason)
-
-
 # What follows only guards and keeps: data, memory, self-check, header, checkpoints, the compiler's helper.
 # A reader who wants to change what is trained, or how, needs none of it.
 
+def profiler_of(c: Config, log: RunLog):
+    """A context: torch's profiler on rank 0, of profile_steps steps after five that aren't typical (caches
+    are cold). It writes the trace after the last of them, or when the run ends before. Else None."""
+    if not c.profile_steps or not log.path:
+        return contextlib.nullcontext()
+    trace = str(log.path.with_suffix(".trace.json.gz"))
+    schedule = torch.profiler.schedule(wait=4, warmup=1, active=c.profile_steps, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: p.export_chrome_trace(trace))
+
+
 def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStream]:
-    """-> config with what the data says, training stream, validation stream. Raises Refusal."""
+    """-> config with vocabulary and end-of-document id as the shards' dataset.json says, training stream,
+    validation stream. Raises Refusal on any contradiction."""
     train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
-    c = adopt_dataset(c, overrides, train_paths, val_paths)
+    cards = [card for card in map(dataset_card, (train_paths, val_paths)) if card]
+    if cards and cards[0] != cards[-1]:
+        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
+    in_training = set(map(fingerprint, train_paths))
+    overlap = [path for path in val_paths if fingerprint(path) in in_training]
+    if overlap:
+        raise Refusal(f"train_files and val_files overlap ({overlap[0]}): such a loss would mean nothing")
+    given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
+    for key, value in given.items():
+        if overrides.get(key, value) != value:
+            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
+    c = dataclasses.replace(c, **given)
+    check_config(c)
     train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
     available = val_stream.num_tokens - 1
     if c.val_tokens > available:
-        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, at most "
-                      f"{available:,} targets; expected --val_tokens=0 (all) or fewer")
+        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, "
+                      f"at most {available:,} targets; expected --val_tokens=0 (all) or fewer")
     for k in range(len(val_paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     for stream in (train_stream, val_stream):
@@ -2759,104 +2687,76 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
     return dataclasses.replace(c, val_tokens=c.val_tokens or available), train_stream, val_stream
 
 
-def adopt_dataset(c: Config, overrides: dict, train: list[str], val: list[str]) -> Config:
-    """Vocabulary and end-of-document id as the shards' dataset.json says. Raises Refusal on any
-    contradiction."""
-    cards = [card for card in map(dataset_card, (train, val)) if card]
-    if cards and cards[0] != cards[-1]:
-        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
-    same = set(train) & set(val) or {fingerprint(p) for p in train} & {fingerprint(p) for p in val}
-    if same:
-        raise Refusal(f"train_files and val_files overlap ({', '.join(sorted(same))}): such a loss would mean "
-                      "nothing")
-    given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
-    for key, value in given.items():
-        if overrides.get(key, value) != value:
-            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
-    c = dataclasses.replace(c, **given)
-    check_config(c)
-    return c
-
-
 def budget(c: Config, stream: TokenStream) -> str:
     """Tokens needed against tokens there, in words. Raises Refusal when max_epochs doesn't suffice.
     What clipping drops is estimated from the documents of the first shard."""
     available = stream.num_tokens - 1
-    starts = stream.document_starts(0, c.eod_id)
-    lengths = [stop - start for start, stop in zip(starts, [*starts[1:], stream.starts[1]])] or [available]
-    clips = {stage_at(c, step).max_doc_tokens for step in range(c.num_steps)}
-    kept_fraction = {clip: sum(min(n, clip or n) for n in lengths) / sum(lengths) for clip in clips}
-    needed = sum(rows_at(c, step) * c.row_tokens / kept_fraction[stage_at(c, step).max_doc_tokens]
-                 for step in range(c.num_steps))
+    borders = [*stream.document_starts(0, c.eod_id), stream.starts[1]]
+    lengths = [stop - start for start, stop in itertools.pairwise(borders)] or [available]
+    needed = 0.0
+    for (rows, clip), steps in Counter(plan_from(c, 0)).items():
+        kept_fraction = sum(min(length, clip or length) for length in lengths) / sum(lengths)
+        needed += steps * rows * c.row_tokens / kept_fraction
     text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), " \
            f"{available:,} are there"
     epochs = needed / available
     if epochs > c.max_epochs:
-        shard_tokens = 100e6
-        more = math.ceil((needed - available * c.max_epochs) / c.max_epochs / shard_tokens)
+        more = math.ceil((needed / c.max_epochs - available) / 100e6)
         raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of "
                       "100M tokens (python data/cached_fineweb10B.py) or allow repetition with "
                       f"--max_epochs={math.ceil(epochs)}")
-    verdict = "enough" if epochs <= 1 else f"wraps, {epochs:.2f} epochs"
-    return f"{text}: {verdict}"
+    return f"{text}: " + ("enough" if epochs <= 1 else f"wraps, {epochs:.2f} epochs")
 
 
-# numbers in its largest part: not counted, as counting costs a CPU run a second
-SMALL_MODEL = 10 ** 8
+def padding_in_words(c: Config, size: int) -> str:
+    """What empty rows cost where size ranks can't share each step's rows evenly; nothing where they can."""
+    steps_with = Counter(rows for rows, _ in plan_from(c, 0))
+    num_rows = sum(steps * rows for rows, steps in steps_with.items())
+    computed = sum(steps * size * rows_per_rank(rows, size) for rows, steps in steps_with.items())
+    text = f"{1 - num_rows / computed:.1%} of the rows that {size} ranks compute are padding"
+    for rows, steps in steps_with.items():
+        idle = size - math.ceil(rows / rows_per_rank(rows, size))
+        if idle:
+            text += f"; {size} ranks for {rows} rows: {idle} idle in {steps / c.num_steps:.0%} of the steps"
+    return text if computed > num_rows else ""
+
 
 def check_memory(c: Config, world: World, kernels: Kernels) -> None:
-    """Raises Refusal when model and optimizer certainly don't fit, before a byte of them is allocated.
-    Parameters are counted on the meta device. Each takes its weight, its gradient and, shared by the ranks,
-    8 bytes of averages; a row of the table its weights and 8 bytes. Activations come on top."""
-    largest = max(len(c.table_orders) * c.table_rows, (2 + len(c.value_layers)) * c.vocab_size,
-                  c.num_layers * c.mlp_dim)
-    if c.model_dim * largest < SMALL_MODEL:
-        return
-    with torch.device("meta"):
-        model = GPT(c, Kernels(dtype=kernels.dtype))
-    table = model.ngrams
-    dense = [p for p in model.parameters() if p is not table]
-    needed = table.nbytes + 8 * len(table) + sum(2 * p.nbytes + 8 * p.numel() / world.size for p in dense)
-    free = free_bytes(world)
-    if needed > free:
-        count = table.numel() + sum(p.numel() for p in dense)
-        raise Refusal(f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on each "
-                      f"rank, {free / 1e9:.1f} are free; use a smaller --table_rows, --model_dim or --num_layers")
-
-
-def free_bytes(world: World) -> float:
-    """What this rank may still allocate: on its GPU, else in main memory. Infinite where the system doesn't
-    say."""
+    """Raises Refusal when model and optimizer can't fit, before a byte of them is allocated. A number of the
+    table takes its weight; another one its weight, its gradient and, shared by the ranks, 8 bytes of
+    averages. Activations come on top."""
+    count, table = num_parameters(c), len(c.table_orders) * c.table_rows * c.model_dim
+    item = kernels.dtype.itemsize
+    needed = table * item + (count - table) * (2 * item + 8 / world.size)
     if world.is_cuda:
-        return torch.cuda.mem_get_info()[0]
-    free = math.inf
-    with contextlib.suppress(OSError, ImportError, TypeError):
-        import resource                                   # Unix only
-        meminfo, statm = Path("/proc/meminfo").read_text(), Path("/proc/self/statm").read_text()
-        free = 1024 * int(re.search(r"MemAvailable: *(\d+)", meminfo)[1])
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]               # ulimit -v
+        there = torch.cuda.mem_get_info()[0]
+    else:
+        import resource
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)                # ulimit -v
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if limit != resource.RLIM_INFINITY:
-            free = min(free, limit - int(statm.split()[0]) * os.sysconf("SC_PAGE_SIZE"))
-    return free
+            there = min(there, limit)
+    if needed > there:
+        raise Refusal(f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on "
+                      f"each rank, {there / 1e9:.1f} are there; use a smaller --table_rows, --model_dim or "
+                      "--num_layers")
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
-    """Forward and backward of the largest micro-batch. Out of memory: fewer rows at once (auto), or a
-    Failure."""
+    """Forward and backward of the largest micro-batch. Where memory does not suffice: fewer rows at once if
+    micro_rows is auto, else a Failure that names what would do."""
     c = run.config
-    step = max(range(c.num_steps, -1, -1), key=lambda step: rows_at_once(run, step))
-    rows_of_rank = rows_at(c, step) // run.world.size
-    divisors = [n for n in range(rows_at_once(run, step), 0, -1) if rows_of_rank % n == 0]
-    for rows, fewer in zip(divisors, [*divisors[1:], None]):
-        run.micro_rows = rows
-        if fits(run, step):
-            return
+    step = max(range(c.num_steps + 1), key=lambda step: rows_at_once(run, step))
+    while not fits(run, step):
+        rows = rows_at_once(run, step)
         found = f"out of memory with {rows} rows of {c.row_tokens} tokens at once"
-        if c.micro_rows or fewer is None:
-            break
+        if rows == 1:
+            raise Failure(f"{found}: use a smaller --row_tokens")
+        run.micro_rows = rows - 1
+        fewer = rows_at_once(run, step)
+        if c.micro_rows:
+            raise Failure(f"{found}: use --micro_rows={fewer}, or auto")
         log.event(f"note: {found}: trying micro_rows={fewer}")
-    advice = "use a smaller --row_tokens" if fewer is None else f"use --micro_rows={fewer}, or auto"
-    raise Failure(f"{found}: {advice}")
 
 
 def fits(run: Run, step: int) -> bool:
@@ -2865,8 +2765,7 @@ def fits(run: Run, step: int) -> bool:
     out_of_memory = torch.zeros((), device=device)
     tokens = torch.zeros((rows_at_once(run, step), run.config.row_tokens), dtype=torch.int32, device=device)
     try:
-        # one tensor twice would be another graph
-        run.model(tokens, tokens.clone(), train_view(run, step)).backward()
+        run.model(tokens, tokens.clone(), train_view(run, step)).backward()      # a clone: see Kernels
     except torch.OutOfMemoryError:
         out_of_memory += 1
     for bank in run.optimizer.banks:
@@ -2876,104 +2775,90 @@ def fits(run: Run, step: int) -> bool:
 
 # relative: what can't be seen takes no part in a sum, so numerics leave no trace
 SELF_CHECK_TOLERANCE = 1e-6
-SHORT_DOCUMENT = 13                # tokens; odd, so that all alignments to groups of 2^n tokens are met
+SHORT_DOCUMENT = 13                # tokens; odd, so that 2^n of them meet all alignments to groups of 2^n
 
-class Case(NamedTuple):
-    """An experiment on all documents of a micro-batch at once; masks over its rows * T positions."""
-    what: str                      # is changed
-    changed: Tensor
-    scored: Tensor                 # whose losses are summed; each is of the true next token before the change
-    must_move: bool                # this sum has to move; else it may not
-
-
-def probe_cases(num_tokens: int, block: int, offset: int,
-                generator: torch.Generator) -> tuple[Tensor, list[Case]]:
-    """-> where documents start [num_tokens], and the cases. Each document has a cut: a position before
-    which nothing may be seen of what stands from there on. The first half of the tokens goes to short
-    documents, with cuts at all alignments; a quarter to documents of several blocks; the rest to one that
-    spans many."""
-    blocks = 5 * block // 2 + 1
-    gaps = [SHORT_DOCUMENT] * (num_tokens // 2 // SHORT_DOCUMENT) + [blocks] * (num_tokens // 4 // blocks)
-    gaps = torch.tensor([*gaps, num_tokens // 8], device=generator.device)             # between cuts
-    cuts = 1 + offset + F.pad(gaps.cumsum(0), (1, 0))
-    prefixes = 1 + torch.rand(len(gaps), generator=generator, device=generator.device) * (gaps - 1)
-    starts = cuts[1:] - prefixes.long()                  # each between the cut before and its own
-    position = torch.arange(num_tokens, device=generator.device)
-    document = torch.searchsorted(starts, position, right=True)
-    is_start, is_later, is_odd = torch.isin(position, starts), position >= cuts[document], document % 2 == 1
-    return is_start, [Case("another document", is_odd & ~is_start, ~is_odd, False),
-                      Case("later tokens", is_later, ~is_later, False),
-                      Case("their own context", ~is_later & ~is_start, is_later, True)]
+def probe_documents(num_tokens: int, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Documents that fill so many tokens. -> of each position: is it a start, does it stand in every other
+    document, does it stand in the second half of its own. Half of the tokens go to short documents, a quarter
+    to documents of 2.5 blocks, the rest to one that spans many."""
+    medium = 5 * block // 2
+    lengths = [SHORT_DOCUMENT] * (num_tokens // 2 // SHORT_DOCUMENT) + [medium] * (num_tokens // 4 // medium)
+    lengths = torch.tensor([*lengths, num_tokens - sum(lengths)], device=device)
+    ends, position = lengths.cumsum(0), torch.arange(num_tokens, device=device)
+    document = torch.searchsorted(ends, position, right=True)
+    place = position - (ends - lengths)[document]        # in its document
+    return place == 0, document % 2 == 1, place >= (lengths // 2)[document]
 
 
-def open_all_paths(run: Run, batches_of_tokens: list[Tensor], generator: torch.Generator) -> list[tuple]:
-    """Makes all parameters random and of order one, of the table the rows that the model looks up for these
-    tokens. -> (weight, place in it, what stood there) of all that was changed."""
-    model, table, eod_id = run.model, run.model.ngrams, run.config.eod_id
-    def random(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
-    for tokens in batches_of_tokens:
-        model.look_up(tokens, segment_ids(tokens, eod_id), True)
-    nobody = len(table) - 1
+@contextlib.contextmanager
+def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iterator[None]:
+    """While it is open, all parameters are random and of order one; of the table, the rows that the model
+    looks up for these tokens are."""
+    table, saved = run.model.ngrams, []
+    run.model.look_up(tokens, segment_ids(tokens, run.config.eod_id), True)
     rows = torch.cat([ids.flatten() for ids, _ in table.touched]).unique()
-    rows = rows[rows < nobody]
+    rows = rows[rows < len(table) - 1]                   # the last one is nobody's
     table.touched.clear()
-    places = [(bank.weight, slice(None)) for bank in run.optimizer.banks if bank.group.kind != "rows"]
-    places.append((table.data, rows))
-    saved = [(weight, place, weight[place].clone()) for weight, place in places]
-    for p in model.parameters():
-        if p is not table:
-            p.data.copy_(random(p) * p.size(-1) ** -0.5 if p.ndim > 1 else 0.5 + 0.2 * random(p))
-    table.data[rows] = random(table[rows])
-    return saved
+    for bank in run.optimizer.banks:
+        place = rows if bank.group.kind == "rows" else slice(None)
+        before = bank.weight[place].clone()
+        saved.append((bank.weight, place, before))
+        bank.weight[place] = torch.empty_like(before).normal_(generator=generator)
+    for p in run.model.parameters():
+        if p is not table and p.ndim > 1:
+            p.data.mul_(p.size(-1) ** -0.5)
+        elif p is not table:
+            p.data.mul_(0.2).add_(0.5)
+    yield
+    for weight, place, before in saved:
+        weight[place] = before
 
 
 def probe(run: Run) -> list[str]:
     """What is wrong with the validation pass (compiled as it will be): predictions move that may not, or
-    none does. No path can be missed, because none is looked for. Whatever way leads from a changed token to
-    a prediction, the prediction moves, unless something on that way is zero or saturated: so all parameters
-    are made random and of order one, whichever the model has. Ids are drawn as text has them, a few often
-    and many seldom, so that both copies and the softmax decide losses. The last case shows that the eye is
-    open. Weights are restored."""
+    none does. No path can be missed, because none is looked for: whatever way leads from a changed token to
+    a prediction, the prediction moves, unless something on that way is zero or saturated; so all parameters
+    are made random and of order one, whichever the model has. Targets are held fixed, so what the model does
+    with the targets that it is given is not tested. The last case shows that the eye is open.
+    Ids are drawn as text has them (Zipf's law), so that both copies and the softmax decide losses."""
     c, device = run.config, run.world.device
     num_rows = rows_at_once(run, c.num_steps)
-    num_tokens = num_rows * c.row_tokens
+    if not run.kernels.compile:                          # any shape will do: one that meets all alignments
+        num_rows = math.ceil(2 * SHORT_DOCUMENT * c.block_tokens / c.row_tokens)
+    shape = num_rows, c.row_tokens
     generator = torch.Generator(device).manual_seed(1)
+    documents = probe_documents(num_rows * c.row_tokens, c.block_tokens, device)
+    is_start, is_odd, is_later = (t.view(shape) for t in documents)
     ids = torch.randperm(c.vocab_size, generator=generator, device=device).int()
     ids = ids[ids != c.eod_id]
     if len(ids) < 2:
         return []                                        # no token can be changed into another
-    faults = {}
-    rounds = min(SHORT_DOCUMENT, math.ceil(4 * SHORT_DOCUMENT * c.block_tokens / num_tokens))
-    # several where a micro-batch has too few short documents
-    for offset in range(rounds):
-        is_start, cases = probe_cases(num_tokens, c.block_tokens, offset, generator)
-        # Zipf's law
-        index = (len(ids) ** torch.rand(num_tokens, generator=generator, device=device)).long() - 1
-        other = index + torch.randint(1, len(ids), (num_tokens,), generator=generator, device=device)
-        base, other = (ids[which % len(ids)].masked_fill(is_start, c.eod_id) for which in (index, other))
-        changed = [torch.where(case.changed, other, base) for case in cases]
-        base, *changed = [tokens.view(num_rows, c.row_tokens) for tokens in (base, *changed)]
-        saved = open_all_paths(run, [base, *changed], generator)
-        for case, tokens in zip(cases, changed):
-            targets = torch.where(case.scored, base.flatten().roll(-1), -1).view_as(base)
-            before, after = (float(run.model(t, targets, View(c.val_window_blocks))) for t in (base, tokens))
+    index = (len(ids) ** torch.rand(shape, generator=generator, device=device)).long() - 1
+    other_index = index + torch.randint(1, len(ids), shape, generator=generator, device=device)
+    base = ids[index].masked_fill(is_start, c.eod_id)
+    other = ids[other_index % len(ids)].masked_fill(is_start, c.eod_id)
+    true_next, view = base.flatten().roll(-1).view(shape), View(c.val_window_blocks)
+    faults = []
+    with random_weights(run, base, generator):
+        for what, is_changed, is_scored, must_move in (
+                ("another document", is_odd, ~is_odd, False), ("later tokens", is_later, ~is_later, False),
+                ("their own context", ~is_later, is_later, True)):
+            targets, changed = torch.where(is_scored, true_next, -1), torch.where(is_changed, other, base)
+            before, after = (float(run.model(tokens, targets, view)) for tokens in (base, changed))
             moved = abs(after / before - 1)
             has_moved = not moved <= SELF_CHECK_TOLERANCE          # so that a NaN counts as moved
-            if has_moved != case.must_move:
-                faults[case.what] = f"{case.what} changed, and the loss moved by {moved:.2g} of itself"
-        for weight, place, was in saved:
-            weight[place] = was
-    return list(faults.values())
+            if has_moved != must_move:
+                faults.append(f"{what} changed, and the loss moved by {moved:.2g} of itself")
+    return faults
 
 
 def unequal_ranks(run: Run) -> list[str]:
-    """Banks whose weights differ between the ranks. Bits are summed as integers, which takes no copy of a
-    table."""
+    """Banks whose weights differ between the ranks. Bits are summed as integers, which copies no table."""
     sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])
     highest, minus_lowest = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX).tolist()
     return [f"the ranks hold different weights in {bank.group.name}"
-            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest) if high != -minus_low]
+            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest)
+            if high != -minus_low]
 
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
@@ -2994,9 +2879,8 @@ def self_check(run: Run, log: RunLog) -> None:
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
-    """The log's header: everything needed to judge and repeat the run (what fits into memory is found
-    later)."""
-    c, world = run.config, run.world
+    """The log's header: all that is needed to judge and repeat the run (what fits memory is found later)."""
+    c, world, groups = run.config, run.world, [bank.group for bank in run.optimizer.banks]
     def files_of(stream: TokenStream) -> dict:
         files = [dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=stop - start,
                       fingerprint=fingerprint(path))
@@ -3005,39 +2889,31 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     card = dataset_card(run.train_stream.paths) or {}
     processor = platform.processor() or platform.machine()
     device = torch.cuda.get_device_name(world.device) if world.is_cuda else processor
-    groups = [bank.group for bank in run.optimizer.banks]
+    nccl = torch.cuda.nccl.version() if world.is_cuda and dist.is_nccl_available() else None
     sizes = {group.name: sum(p.numel() for p in group.params.values()) for group in groups}
     matmul = sum(sizes[group.name] for group in groups if group.matmul)
     stages = dict.fromkeys(stage_at(c, step) for step in range(c.num_steps))
+    packages = {package.name: package.version for package in importlib.metadata.distributions()}
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        seed=c.seed,
-        config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages], overrides=overrides,
-        argv=argv,
-        devices=[device] * world.size, world_size=world.size, resumed_from=None,
-        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), versions=software_versions(world),
-        micro_rows=run.micro_rows, kernels={key: str(value) for key, value in run.kernels._asdict().items()},
+        seed=c.seed, config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages],
+        overrides=overrides, argv=argv, devices=[device] * world.size, world_size=world.size,
+        resumed_from=None,
+        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
+        versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
+                      hip=torch.version.hip, triton=packages.get("triton"), nccl=nccl,
+                      os=platform.platform(), threads=torch.get_num_threads()),
+        kernels={key: str(value) for key, value in run.kernels._asdict().items()},
         data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream),
                   tokenizer=card.get("tokenizer")),
         git=git_state(str(Path(__file__).parent)) if world.rank == 0 else {},
         parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
-def software_versions(world: World) -> dict:
-    from importlib import metadata
-    triton = nccl = None
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        triton = metadata.version("triton")
-    if world.is_cuda and dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, triton=triton,
-                nccl=nccl, hip=torch.version.hip, os=platform.platform(), threads=torch.get_num_threads())
-
-
 def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
     """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
-    settings = {key: value for key, value in header["config"].items() if key not in RESUME_MAY_CHANGE}
-    same = {f"setting {key}": value for key, value in settings.items()}
+    same = {f"setting {key}": value for key, value in header["config"].items()
+            if key not in RESUME_MAY_CHANGE}
     same |= {f"stage {number}": stage for number, stage in enumerate(header.get("stages", []), 1)}
     for split in ("train", "val"):
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
@@ -3052,8 +2928,7 @@ def finite_sum(t: Tensor) -> float:
 
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
-    """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not
-    finite."""
+    """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
     progress.clock.collect()
     progress.look()
     tensors = {}
@@ -3069,16 +2944,15 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
 
 
 def load_checkpoint(run: Run, header: dict) -> dict:
-    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal, before anything is
-    changed."""
-    settings = identity(header, ())
+    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal before anything changes."""
+    now = identity(header, run.optimizer.gathered())
     def misfit(facts: dict) -> str:
-        differ = [key for key, value in identity(facts["run"], ()).items() if settings.get(key) != value]
+        differ = [key for key, value in identity(facts["run"], ()).items() if now.get(key) != value]
         return f"{differ[0]} differs" if differ else ""
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
     saved, tensors = read_checkpoint(path)
     need_bank_steps(path, saved, [bank.group.name for bank in run.optimizer.banks])
-    then, now = identity(saved["run"], tensors.items()), identity(header, run.optimizer.gathered())
+    then = identity(saved["run"], tensors.items())
     for key in [*then, *now]:
         if then.get(key) != now.get(key):
             raise Refusal(f"--resume={path}: {key} differs: {then.get(key, 'nothing')} in the checkpoint, "
@@ -3088,48 +2962,40 @@ def load_checkpoint(run: Run, header: dict) -> dict:
     return saved
 
 
-# measured: training with a row at once, and the helper beside it
-COMPILER_BYTES_PER_ROW = 24 * 2 ** 30
-# the word behind the file's name that makes a process such a helper
-COMPILE_BESIDE = "compile-beside"
+COMPILER_BYTES_PER_ROW = 24 * 2 ** 30    # measured: training with a row at once, and the helper beside it
+COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that makes a process such a helper
 
-def may_compile_beside(run: Run) -> bool:
-    """Whether a second process shall compile what follows the blocks while this one compiles the blocks.
-    One on each host does, as they share a cache on disk. Not in a deterministic run, whose graphs are
-    others. The helper holds a model of its own on the same GPU, so there must be memory for both; a run
-    whose micro_rows are still to be found out (0) does without, as the helper would take the memory that is
-    being measured."""
-    needed = COMPILER_BYTES_PER_ROW * run.config.micro_rows
+@contextlib.contextmanager
+def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
+    """While it is open, a second process (compile_beside, on one rank of each host, as they share a cache on
+    disk) compiles what follows the blocks, while this one compiles the blocks. It holds a model of its own on
+    the same GPU, so it is started where there is memory for both. Not in a deterministic run, whose graphs
+    are others."""
     is_wanted = run.kernels.compile and run.world.local == 0 and run.config.deterministic == "off"
-    return is_wanted and needed > 0 and torch.cuda.mem_get_info()[0] > needed
-
-
-def compiler_beside(argv: list[str]) -> subprocess.Popen:
-    """Start this very file as the helper. As a context: leaving it closes the helper's input, which ends
-    it."""
-    command = [sys.executable, os.path.abspath(__file__), COMPILE_BESIDE, *argv]
-    return subprocess.Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
-
-
-def exit_when_input_closes() -> None:
-    """Ends this process, whatever it is doing, once nobody holds its standard input: the warm-up that
-    started it is over, or the trainer is dead, be it by SIGKILL."""
-    os.read(sys.stdin.fileno(), 1)       # sys.stdin.read() would hold a lock that Python needs when it ends
-    os._exit(0)
+    if not is_wanted or torch.cuda.mem_get_info()[0] < COMPILER_BYTES_PER_ROW * run.config.micro_rows:
+        yield
+        return
+    options = [f"--preset={run.config.preset}", *(word for word in argv if not word.startswith("--preset="))]
+    command = [sys.executable, os.path.abspath(__file__), COMPILE_BESIDE, *options]
+    with subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL) as helper:
+        try:
+            yield
+        finally:
+            helper.kill()
 
 
 def compile_beside(argv: list[str]) -> int:
     """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the
     compiler's cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
-    threading.Thread(target=exit_when_input_closes, daemon=True).start()
     config, overrides = parse_config(argv)
     small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows
     run = build(dataclasses.replace(config, table_rows=small_table), init_world(), overrides)
     c, model, device = run.config, run.model, run.world.device
     last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
     for step in last_step_of_stage.values():
-        tokens, targets = torch.zeros(2, rows_at_once(run, step), c.row_tokens, dtype=torch.int32, device=device)
-        x = torch.randn(*tokens.shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
+        shape = rows_at_once(run, step), c.row_tokens
+        tokens, targets = torch.zeros(2, *shape, dtype=torch.int32, device=device)
+        x = torch.randn(*shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
         mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
         model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
     with torch.no_grad():
@@ -3144,6 +3010,20 @@ def compile_beside(argv: list[str]) -> int:
 # Parses the command line, enters the world, trains and leaves, with one message if it didn't end as planned.
 # Exit codes: 0 done, 1 failed, 2 refused, 128 + signal if one stopped it. An attempt changes nothing here.
 
+RECORD_GIB = 60                    # of GPU memory that the record needs on each rank: estimated, not measured
+
+def default_preset() -> tuple[str, str]:
+    """-> the preset of a run that names none; why it isn't the record's where a GPU is too small."""
+    if not torch.cuda.is_available():
+        return "demo", ""
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    gib = min(sizes) / 2 ** 30
+    if gib >= RECORD_GIB:
+        return "record", ""
+    return "small", (f"note: preset small, as a GPU here has {gib:.0f} GiB of memory and the record needs "
+                     f"about {RECORD_GIB} (--preset=record tries it)")
+
+
 def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         say(help_text())
@@ -3152,13 +3032,16 @@ def main(argv: list[str]) -> int:
         return compile_beside(argv[1:])
     log = world = None
     try:
-        config, overrides = parse_config(argv, "record" if torch.cuda.is_available() else "demo")
+        preset, reason = default_preset()
+        config, overrides = parse_config(argv, preset)
         if config.deterministic == "on":
             torch.use_deterministic_algorithms(True)
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all
         if config.checkpoint_every_steps and world.rank == 0:
-            need_writable(config.checkpoint_dir)
+            need_writable("checkpoint_dir", config.checkpoint_dir)
+        if reason and config.preset == preset and world.rank == 0:
+            say(reason)
         join_group(world)
         result = train(config, world, log, overrides, argv)
         if result["status"] == "stopped":

@@ -1,10 +1,11 @@
 """Download FineWeb10B, tokenized with GPT-2's tokenizer: the validation shard and N training shards.
 
-    python data/cached_fineweb10B.py [N]        # N = 1..103 training shards of 100M tokens (200 MB) each, default 9
+    # N = 1..103 training shards of 100M tokens (200 MB) each, default 9
+    python data/cached_fineweb10B.py [N]
 
-Files go to data/fineweb10B/, each with a .json that keeps what the hub says about it. Run again to go on after a break;
-whole files are not fetched again. Exit code 0 only if every file asked for is there and whole. What the environment
-decides (HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE) is listed in data/hub.py.
+Files go to data/fineweb10B/, each with a .json that keeps what the hub says about it. Run again to go on
+after a break; whole files are not fetched again. Exit code 0 only if every file asked for is there and whole.
+What the environment decides (HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE) is listed in data/hub.py.
 
 The data set is kjj0/fineweb10B-gpt2 on the Hugging Face hub (by Keller Jordan, from HuggingFaceFW/fineweb).
 """
@@ -30,7 +31,8 @@ def remotes(count):
 def parse(argv):
     def count(text):
         if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= LAST_SHARD:
-            raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of shards from 1 to {LAST_SHARD}")
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of shards from 1 to "
+                                             f"{LAST_SHARD}")
         return int(text)
 
     def jobs(text):
@@ -52,9 +54,9 @@ def main(argv):
     wanted = remotes(args.count)
     missing = hub.fetch_all(wanted, args.out, args.jobs, check=shards.read_header)
     if missing:
-        print(f"error: {missing} of {len(wanted)} files are missing in {args.out}; run again to go on", file=sys.stderr)
+        hub.say(f"error: {missing} of {len(wanted)} files are missing in {args.out}; run again to go on")
         return 1
-    print(f"{args.out}: all {len(wanted)} files are there (validation + {args.count} training shards)")
+    shards.tell(f"{args.out}: all {len(wanted)} files are there (validation + {args.count} training shards)")
     return 0
 
 
@@ -64,17 +66,17 @@ def run(argv):
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
+    shards.open_console()
     try:
         code = main(argv)
     except (hub.HubError, shards.ShardError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        hub.say(f"error: {error}")
         code = 1
     except KeyboardInterrupt:
-        print("stopped; run again to go on where it was", file=sys.stderr)
+        hub.say("stopped; run again to get what is missing")
         code = 130
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)      # threads may still wait for the network; what they had is on disk and is checked next time
+    # threads may still wait for the network; what they had is on disk and is checked next time
+    os._exit(code)
 
 
 if __name__ == "__main__":

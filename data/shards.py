@@ -1,15 +1,17 @@
 """Token shards: the FineWeb .bin format, and dataset.json beside it.
 
-A shard is 256 little-endian int32 (1,024 bytes: [0] magic 20240520, [1] version 1, [2] token count, rest 0), then the
-tokens as little-endian uint16. The format is that of llm.c (A. Karpathy) and of the public FineWeb10B-GPT2 shards.
-Every document is preceded by the end-of-document id.
+A shard is 256 little-endian int32 (1,024 bytes: [0] magic 20240520, [1] version 1, [2] token count, rest 0),
+then the tokens as little-endian uint16. The format is that of llm.c (A. Karpathy) and of the public
+FineWeb10B-GPT2 shards. Every document is preceded by the end-of-document id.
 
-Only numpy is needed. Whatever is wrong with a file raises ShardError, whose text is one readable line: file, found,
-expected, what to do.
+Only numpy is needed. Whatever is wrong with a file raises ShardError, whose text is one readable line: file,
+found, expected, what to do.
 """
+import contextlib
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +22,11 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 TOKEN_BYTES = 2
 MAX_VOCAB_SIZE = 1 << 16        # ids are uint16
+GPT2_MAX_ID = 50256
 MAX_SHARD_TOKENS = 2**31 - 1    # the count is an int32
 DATASET_FORMAT = 1
 DATASET_FILE = "dataset.json"
 TEMP_SUFFIX = ".tmp"
-COPY_BYTES = 1 << 22
 
 AGAIN = "delete and download again (or make it again)"
 
@@ -33,21 +35,41 @@ class ShardError(ValueError):
     """A shard or a dataset.json that can't be used; str() is one readable line."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def open_console():
+    """Let sys.stdout and sys.stderr take any line: file names in ASCII, and nowhere when they are closed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def tell(line, stream=None):
+    """Print a line on `stream` (sys.stdout). A console that is closed, full or gone is no reason to stop."""
+    stream = stream or sys.stdout
+    try:
+        print(line, file=stream, flush=True)
+    except (OSError, ValueError):
+        # else Python fails at its end, when it flushes once more
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+# ------------------------------------------------------------------------------------------------------------
 # reading
 
 
 def _explain_foreign(path, head, size):
-    """One line for a file of `size` bytes whose first bytes `head` are not a shard's; None when it could be one."""
+    """What a file of `size` bytes that begins with `head` is instead of a shard; None if it may be one."""
     text = head.lstrip()
     if text.startswith(b"version https://git-lfs"):
-        return (f"{path}: {size:,} bytes, too short to hold a header of {HEADER_BYTES:,} bytes; it looks like the "
-                "pointer text of a large-file store (git-lfs), not the data: fetch the real file (git lfs pull) or "
-                "download again")
+        return (f"{path}: {size:,} bytes, too short to hold a header of {HEADER_BYTES:,} bytes; it looks "
+                "like the pointer text of a large-file store (git-lfs), not the data: fetch the real file "
+                "(git lfs pull) or download again")
     if text[:1] == b"<" or text[:1] == b"{":
         kind = "a web page" if text[:1] == b"<" else "a JSON text"
         return f"{path}: {size:,} bytes that look like {kind}, not a token shard: {AGAIN}"
-    archives = ((b"\x1f\x8b", "gzip"), (b"\xfd7zXZ", "xz"), (b"PK\x03\x04", "zip"), (b"\x28\xb5\x2f\xfd", "zstd"))
+    archives = ((b"\x1f\x8b", "gzip"), (b"\xfd7zXZ", "xz"), (b"PK\x03\x04", "zip"),
+                (b"\x28\xb5\x2f\xfd", "zstd"))
     for start, kind in archives:
         if head.startswith(start):
             return f"{path}: a {kind} archive, not a token shard: unpack it first"
@@ -60,38 +82,49 @@ def _explain_foreign(path, head, size):
 def check_header(path, head, size):
     """Token count promised by `head` (a file's first 1,024 bytes or fewer) of a file of `size` bytes.
 
-    Raises ShardError for anything but a whole shard: too short, foreign, other magic or version, a count that doesn't
-    fit the size. A file with bytes too many is refused as well: it was not written by a healthy process.
+    Raises ShardError for anything but a whole shard: too short, foreign, other magic or version, a count that
+    doesn't fit the size. A file with bytes too many is refused as well: it was not written by a healthy
+    process.
     """
     foreign = _explain_foreign(path, head, size)
     if foreign:
         raise ShardError(foreign)
     if size < HEADER_BYTES or len(head) < HEADER_BYTES:
-        raise ShardError(f"{path}: {size:,} bytes, too short to hold a header of {HEADER_BYTES:,} bytes: {AGAIN}")
+        raise ShardError(f"{path}: {size:,} bytes, too short to hold a header of {HEADER_BYTES:,} bytes: "
+                         f"{AGAIN}")
     header = np.frombuffer(head[:HEADER_BYTES], dtype="<i4")
     magic, version, tokens = (int(x) for x in header[:3])
     if (magic, version) != (MAGIC, VERSION):
         found = f"{path}: magic/version {magic}/{version}, expected {MAGIC}/{VERSION}"
         if (magic, version) == (20240801, 7):
-            raise ShardError(f"{found}: this is the 32-bit-token format (Llama 3 ids); make 16-bit shards instead")
+            raise ShardError(f"{found}: this is the 32-bit-token format (Llama 3 ids); make 16-bit shards "
+                             "instead")
         if magic == MAGIC:
-            raise ShardError(f"{found}: another version of the format; make the shards again with data/text.py or "
-                             "data/fineweb.py")
+            raise ShardError(f"{found}: another version of the format; make the shards again with "
+                             "data/text.py or data/fineweb.py")
         if int(np.frombuffer(head[:4], dtype=">i4")[0]) == MAGIC:
             raise ShardError(f"{found}: byte order is big-endian; write little-endian shards")
+        if np.frombuffer(head[:HEADER_BYTES], dtype="<u2").max() <= GPT2_MAX_ID:
+            raise ShardError(f"{found}: raw 16-bit tokens without a header? data/README.md says how to add "
+                             "one")
         raise ShardError(f"{found}: not a token shard; check the file name or pattern")
     expected = HEADER_BYTES + TOKEN_BYTES * tokens
     if tokens < 0:
         raise ShardError(f"{path}: header says {tokens:,} tokens, a count can't be negative: {AGAIN}")
     if size != expected:
-        gap = f"{expected - size:,} bytes missing" if size < expected else f"{size - expected:,} bytes too many"
-        raise ShardError(f"{path}: header says {tokens:,} tokens ({expected:,} bytes), but the file has {size:,} bytes "
-                         f"({gap}): {AGAIN}")
+        gap = f"{size - expected:,} bytes too many"
+        if size < expected:
+            gap = f"{expected - size:,} bytes missing"
+        raise ShardError(f"{path}: header says {tokens:,} tokens ({expected:,} bytes), but the file has "
+                         f"{size:,} bytes ({gap}): {AGAIN}")
     return tokens
 
 
 def read_header(path):
-    """Token count of the shard `path`, checked against the file's size. Raises ShardError (also if unreadable)."""
+    """Token count of the shard `path`, checked against the file's size.
+
+    Raises ShardError (also if unreadable).
+    """
     try:
         if os.path.lexists(path) and not os.path.isfile(path):      # opening a pipe would wait for a writer
             raise ShardError(f"{path}: can't be read (no plain file, or a link to nothing): {AGAIN}")
@@ -99,7 +132,8 @@ def read_header(path):
             size = os.fstat(file.fileno()).st_size
             head = file.read(HEADER_BYTES)
     except OSError as error:
-        raise ShardError(f"{path}: can't be read ({error.strerror or error}); check the name and the rights") from error
+        reason = error.strerror or error
+        raise ShardError(f"{path}: can't be read ({reason}); check the name and the rights") from error
     return check_header(path, head, size)
 
 
@@ -113,14 +147,11 @@ def read_tokens(path):
 
 def sha256_file(path):
     """Hex sha256 of a whole file, header included."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(COPY_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # writing: a final name appears only when its content is whole and on disk
 
 
@@ -143,7 +174,8 @@ def as_ids(tokens):
     if array.dtype.itemsize > 2 or array.dtype.kind == "i":
         low, high = int(array.min()), int(array.max())
         if low < 0 or high >= MAX_VOCAB_SIZE:
-            raise ShardError(f"token ids must be in 0..{MAX_VOCAB_SIZE - 1}, found {low if low < 0 else high}")
+            raise ShardError(f"token ids must be in 0..{MAX_VOCAB_SIZE - 1}, found "
+                             f"{low if low < 0 else high}")
     return array.astype("<u2", copy=False)
 
 
@@ -188,20 +220,20 @@ def write_shard(path, tokens):
 class ShardWriter:
     """Append tokens without end; they land in shards of `shard_tokens` tokens, all under temporary names.
 
-    name(index) gives the final file name of shard 0, 1, 2, ... `finish()` closes the last one, `commit()` gives the
-    final names, `discard()` removes everything that has none yet. Memory: what one append brings.
+    name(index) gives the final file name of shard 0, 1, 2, ... `finish()` closes the last one, `commit()`
+    gives the final names, `discard()` removes everything that has none yet. Memory: what one append brings.
     """
 
-    def __init__(self, folder, name, shard_tokens, temp_suffix=TEMP_SUFFIX):
+    def __init__(self, folder, name, shard_tokens):
         if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
             raise ShardError(f"shard size {shard_tokens:,} tokens, expected 1 to {MAX_SHARD_TOKENS:,}")
-        self.folder, self.name, self.shard_tokens, self.temp_suffix = Path(folder), name, shard_tokens, temp_suffix
+        self.folder, self.name, self.shard_tokens = Path(folder), name, shard_tokens
         self.shards = []                # rows of dataset.json: file, tokens, sha256
         self.tokens = 0
         self._file, self._held = None, 0
 
     def _temp(self, name):
-        return self.folder / (name + self.temp_suffix)
+        return self.folder / (name + TEMP_SUFFIX)
 
     def append(self, tokens):
         ids = as_ids(tokens)
@@ -233,22 +265,6 @@ class ShardWriter:
             self._close()
         return self.shards
 
-    def read_back(self, sizes):
-        """After finish(): yield for each of `sizes` (tokens, in order) an iterator of arrays; take each to its end."""
-        shards = iter(self.shards)
-        rest = np.zeros(0, dtype="<u2")
-
-        def part(size):
-            nonlocal rest
-            while size:
-                if not len(rest):
-                    rest = read_tokens(self._temp(next(shards)["file"]))
-                yield rest[:size]
-                taken = min(size, len(rest))
-                rest, size = rest[taken:], size - taken
-
-        return map(part, sizes)
-
     def commit(self):
         for shard in self.finish():
             os.replace(self._temp(shard["file"]), self.folder / shard["file"])
@@ -263,7 +279,7 @@ class ShardWriter:
             self._temp(shard["file"]).unlink(missing_ok=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # dataset.json
 
 
@@ -290,7 +306,8 @@ def check_dataset(dataset, path):
     for split in ("train", "val"):
         part = dataset.get(split)
         if not isinstance(part, dict) or not isinstance(part.get("shards"), list):
-            raise wrong(f"{split} is {type(part).__name__}, expected an object with documents, tokens and shards")
+            raise wrong(f"{split} is {type(part).__name__}, expected an object with documents, tokens and "
+                        "shards")
         count(part.get("documents"), f"{split}.documents", 0)
         count(part.get("tokens"), f"{split}.tokens", 0)
         for shard in part["shards"]:
@@ -312,9 +329,9 @@ def read_dataset(folder):
     path = Path(folder) / DATASET_FILE
     try:
         if os.path.lexists(path) and not os.path.isfile(path):
-            raise ShardError(f"{path}: can't be read (no plain file, or a link to nothing); make the data set again "
-                             "or remove it")
-        text = path.read_text(encoding="utf-8")
+            raise ShardError(f"{path}: can't be read (no plain file, or a link to nothing); make the data "
+                             "set again or remove it")
+        text = path.read_text(encoding="utf-8-sig")         # editors on Windows put a byte order mark first
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -3,15 +3,15 @@
     python data/verify.py data/fineweb10B                       # a folder: every .bin in it
     python data/verify.py "data/mine/*.bin" other/val_000000.bin
 
-Prints a table and exits 1 when anything is wrong (2 when nothing matches). Checksums are compared with dataset.json or
-with <file>.json, which the downloader keeps; a file that neither knows shows "-". The vocabulary is that of
-dataset.json, else GPT-2's (50,257 ids, end of document 50256). Files with "val" in their name are validation, all
-others train.
+Prints a table and exits 1 when anything is wrong (2 when nothing matches). Checksums are compared with
+dataset.json or with <file>.json, which the downloader keeps; a file that neither knows shows "-". The
+vocabulary is that of dataset.json, else GPT-2's (50,257 ids, end of document 50256). Files with "val" in
+their name are validation, all others train.
 
-Overlap: the first 64 tokens of each validation document (256 for bytes) are looked up in train. A document that then
-equals the train document to its end, or to where a file cuts either of them off, is a copy: a fault. One that only
-begins alike is counted and printed. Sets from the hub may hold up to 1% of copies (the web repeats itself); text.py
-makes sets without any. --no-overlap leaves this part out.
+Overlap: the first 64 tokens of each validation document (256 for bytes) are looked up in train. A document
+that then equals the train document to its end, or to where a file cuts either of them off, is a copy: a
+fault. One that only begins alike is counted and printed. Sets from the hub may hold up to 1% of copies (the
+web repeats itself); text.py makes sets without any. --no-overlap leaves this part out.
 """
 import argparse
 import glob
@@ -32,8 +32,10 @@ import shards
 
 GPT2_VOCAB_SIZE, GPT2_EOD = 50257, 50256
 OPENING_TOKENS = 64
-HUB_COPIES = 0.01           # share of validation documents that may be in train, in a set that came from the hub
+# share of validation documents that may be in train, in a set that came from the hub
+HUB_COPIES = 0.01
 CHUNK_TOKENS = 1 << 20
+MAX_DOCUMENT_TOKENS = 1_000_000     # fewer marks than one in so many tokens: the wrong mark is looked for
 
 
 @dataclass
@@ -59,12 +61,15 @@ def find_files(patterns):
         if os.path.isdir(pattern):
             paths = glob.glob(os.path.join(glob.escape(pattern), "*.bin"))
         else:
-            paths = [pattern] if os.path.exists(pattern) else [x for x in glob.glob(pattern) if os.path.isfile(x)]
+            paths = [x for x in glob.glob(pattern) if os.path.isfile(x)]
+            if os.path.exists(pattern):
+                paths = [pattern]
         if not paths:
-            raise shards.ShardError(f"{pattern}: no shard matches; get some with data/cached_fineweb10B.py, or make "
-                                    "some with data/text.py")
+            raise shards.ShardError(f"{pattern}: no shard matches; get some with data/cached_fineweb10B.py, "
+                                    "or make some with data/text.py")
         for path in paths:
-            found.setdefault(os.path.abspath(path), Path(path))     # not by the file: validation may be a link to train
+            # not by the file: validation may be a link to train
+            found.setdefault(os.path.abspath(path), Path(path))
     return sorted(found.values())
 
 
@@ -82,9 +87,10 @@ def check_ids(report, tokens):
     report.starts = np.concatenate(starts) if starts else np.zeros(0, dtype=np.int64)
     report.documents, report.out_of_range = len(report.starts), bad
     if bad:
-        report.faults.append(f"{report.path}: {bad:,} ids out of range, first at position {first[0]}: id {first[1]}; "
-                             f"the vocabulary has {report.vocab_size:,} ids (0..{report.vocab_size - 1}); wrong "
-                             "tokenizer, or damaged: make or download it again")
+        report.faults.append(f"{report.path}: {bad:,} ids out of range, first at position {first[0]}: id "
+                             f"{first[1]}; the vocabulary has {report.vocab_size:,} ids "
+                             f"(0..{report.vocab_size - 1}); wrong tokenizer, or damaged: make or download "
+                             "it again")
 
 
 def check_sum(report, dataset, size):
@@ -96,15 +102,16 @@ def check_sum(report, dataset, size):
         if name in known:
             expected, source = known[name], shards.DATASET_FILE
         else:
-            report.faults.append(f"{report.path}: {shards.DATASET_FILE} beside it doesn't name this file; a shard of "
-                                 "another data set? move it elsewhere")
+            report.faults.append(f"{report.path}: {shards.DATASET_FILE} beside it doesn't name this file; a "
+                                 "shard of another data set? move it elsewhere")
             report.checksum = "unknown"
             return
     elif stored:
         report.from_hub = True
         expected, source = stored, name + ".json"
         if stored["size"] != size:
-            report.faults.append(f"{report.path}: {size:,} bytes, {source} says {stored['size']:,}: {shards.AGAIN}")
+            report.faults.append(f"{report.path}: {size:,} bytes, {source} says {stored['size']:,}: "
+                                 f"{shards.AGAIN}")
             report.checksum = "wrong"
             return
     if not expected or not expected.get("sha256"):
@@ -112,8 +119,8 @@ def check_sum(report, dataset, size):
     found = shards.sha256_file(report.path)
     report.checksum = "ok" if found == expected["sha256"] else "wrong"
     if report.checksum == "wrong":
-        report.faults.append(f"{report.path}: sha256 is {found[:16]}.., {source} says {expected['sha256'][:16]}..: "
-                             f"{shards.AGAIN}")
+        report.faults.append(f"{report.path}: sha256 is {found[:16]}.., {source} says "
+                             f"{expected['sha256'][:16]}..: {shards.AGAIN}")
 
 
 def check_file(path, dataset):
@@ -133,10 +140,15 @@ def check_file(path, dataset):
             check_ids(report, tokens)
             summing.result()
         if not len(tokens):
-            report.faults.append(f"{path}: holds no tokens, and the trainer refuses such a shard: {shards.AGAIN}")
-        if len(tokens) and not report.documents and report.checksum != "ok":    # else: inside one long document
-            report.faults.append(f"{path}: no end-of-document token ({report.eod_id}) in {report.tokens:,} tokens, so "
-                                 "no document begins anywhere; make the shard with that token before each document")
+            report.faults.append(f"{path}: holds no tokens, and the trainer refuses such a shard: "
+                                 f"{shards.AGAIN}")
+        too_few = report.documents < len(tokens) / MAX_DOCUMENT_TOKENS
+        if too_few and report.checksum != "ok":         # else it may lie inside one long document
+            remedy = "make the shard with that token before each document"
+            if not dataset:
+                remedy = f"was {shards.DATASET_FILE} left behind, which names another? else {remedy}"
+            report.faults.append(f"{path}: {report.documents:,} end-of-document tokens ({report.eod_id}) in "
+                                 f"{report.tokens:,} tokens: {remedy}")
         if dataset:
             for side in ("train", "val"):
                 for shard in dataset[side]["shards"]:
@@ -148,14 +160,16 @@ def check_file(path, dataset):
     return report
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # overlap
 
 
 def openings(tokens, starts, length):
-    """(hash, starts) of the first `length` tokens after each document's mark; shorter documents whole, empty ones not.
+    """(hash, starts) of the first `length` tokens after each document's mark; shorter documents whole, empty
+    ones not.
 
-    hash: uint64 (documents,), a polynomial over the ids and the number of tokens, computed for all documents at once.
+    hash: uint64 (documents,), a polynomial over the ids and the number of tokens, computed for all documents
+    at once.
     """
     ends = np.append(starts[1:], len(tokens))
     keep = ends - starts > 1
@@ -189,7 +203,9 @@ def same_document(one, other):
 
 
 def find_overlap(val, train):
-    """(validation documents, copies in train, others that begin alike, example line) over two lists of Report."""
+    """(validation documents, copies in train, others that begin alike, example line) over two lists of
+    Report.
+    """
     hashes, places = [], []
     for number, report in enumerate(val):
         value, starts = openings(shards.read_tokens(report.path), report.starts, report.opening)
@@ -210,7 +226,8 @@ def find_overlap(val, train):
                     continue
                 number, start = places[place]
                 other = val[number]
-                if same_document(document_at(shards.read_tokens(other.path), other.starts, start), train_document):
+                val_document = document_at(shards.read_tokens(other.path), other.starts, start)
+                if same_document(val_document, train_document):
                     copies.add(place)
                     example = example or (f"the document at position {start:,} of {other.path} is the one at "
                                           f"{int(starts[hit]):,} of {report.path}")
@@ -230,13 +247,14 @@ def check_overlap(reports):
         if report.starts is not None:       # files with different tokenizers can't be compared
             groups.setdefault((report.vocab_size, report.eod_id, report.opening), []).append(report)
     for (_, _, opening), group in groups.items():
-        val, train = [x for x in group if is_validation(x.path)], [x for x in group if not is_validation(x.path)]
+        val = [x for x in group if is_validation(x.path)]
+        train = [x for x in group if not is_validation(x.path)]
         if not val or not train:
             notes.append("overlap: not looked for, it takes a train and a validation file")
             continue
         documents, copies, alike, example = find_overlap(val, train)
-        line = (f"overlap: {copies:,} of {documents:,} validation documents are in train, {alike:,} more begin with "
-                f"the same {opening} tokens")
+        line = (f"overlap: {copies:,} of {documents:,} validation documents are in train, {alike:,} more "
+                f"begin with the same {opening} tokens")
         allowed = HUB_COPIES * documents if all(x.from_hub for x in group) else 0
         if copies > allowed:
             faults.append(f"{line}; {example}: make train and validation disjoint (data/text.py does)")
@@ -245,7 +263,7 @@ def check_overlap(reports):
     return faults, notes
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # command line
 
 
@@ -267,15 +285,15 @@ def table(reports):
 def main(argv):
     parser = argparse.ArgumentParser(prog="verify.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("patterns", nargs="+", metavar="PATTERN", help="shards, patterns, or folders of shards")
-    parser.add_argument("--no-overlap", action="store_true", help="don't look for validation documents in train")
+    parser.add_argument("patterns", nargs="+", metavar="PATTERN", help="shards, patterns, or folders of "
+                                                                       "shards")
+    parser.add_argument("--no-overlap", action="store_true", help="don't look for copies in train")
     args = parser.parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+    shards.open_console()
     try:
         paths = find_files(args.patterns)
     except shards.ShardError as error:
-        print(f"error: {error}", file=sys.stderr)
+        shards.tell(f"error: {error}", sys.stderr)
         return 2
     datasets = {}
     for folder in {path.parent for path in paths}:
@@ -288,16 +306,16 @@ def main(argv):
     for folder, dataset in datasets.items():
         if isinstance(dataset, dict) and folder in map(Path, args.patterns):
             for side in ("train", "val"):
-                faults += [f"{folder / x['file']}: named by {shards.DATASET_FILE}, but not there; make the data set "
-                           "again" for x in dataset[side]["shards"] if not (folder / x["file"]).exists()]
+                missing = [x["file"] for x in dataset[side]["shards"] if not (folder / x["file"]).exists()]
+                faults += [f"{folder / name}: named by {shards.DATASET_FILE}, but not there; make the data "
+                           "set again" for name in missing]
     for line in table(reports):
-        print(line)
+        shards.tell(line)
     for line in notes:
-        print(line)
+        shards.tell(line)
     faults = list(dict.fromkeys([line for report in reports for line in report.faults] + faults))
-    sys.stdout.flush()
     for line in faults:
-        print(f"fault: {line}", file=sys.stderr)
+        shards.tell(f"fault: {line}", sys.stderr)
     return 1 if faults else 0
 
 

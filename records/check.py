@@ -2,16 +2,17 @@
 
     python records/check.py                      all folders records/<date>_<Name>/
     python records/check.py FOLDER...            these folders
-    python records/check.py --draft FOLDER...    print a claim block for the folder's README.md, computed from its logs
+    python records/check.py --draft FOLDER...    print a claim block for its README.md, computed from the logs
     python records/check.py --summary [FOLDER..] print the table of records/README.md
     python records/check.py --write-table        put that table between the markers of records/README.md
 
-A folder holds README.md and the logs (*.txt); logs of the baseline, run on the same machine in the same call, lie in
-its baseline/ sub-folder. README.md carries one fenced block that opens with ```claim and holds `key: value` lines; the
-keys are in CLAIM_KEYS. Each refusal is one line; any refusal makes the exit status 1 (2: wrong usage).
+A folder holds README.md and the logs (*.txt); logs of the baseline, run on the same machine in the same call,
+lie in its baseline/ sub-folder. README.md carries one fenced block that opens with ```claim and holds TOML;
+the keys are in CLAIM_KEYS. Each refusal is one line; any refusal makes the exit status 1 (2: wrong usage).
 
-Statistics: p is the one-sided one-sample t-test that the mean validation loss is below the target. The ratio of mean
-times has a 95% Fieller interval with Welch's degrees of freedom.
+Statistics: p is the one-sided one-sample t-test that the mean validation loss is below the target. With the
+target "baseline", the loss that the baseline's runs reach on average, it is Welch's test between the two sets
+of runs. The ratio of mean times has a 95% Fieller interval with Welch's degrees of freedom.
 """
 
 import argparse
@@ -19,10 +20,12 @@ import math
 import re
 import statistics
 import sys
+import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal, InvalidOperation
+from itertools import accumulate, groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,21 +34,27 @@ from records.logs import Log, LogError, logs_in  # noqa: E402
 
 RECORDS = ROOT / "records"
 MAX_LOG_BYTES = 300_000
-MIN_RECORD_RUNS = 6
+MAX_TIME_GAP = 0.001         # relative: how far the times that a log gives in several places may lie apart
 MAX_P = 0.01
 NOT_A_RECORD = "not a record claim"
 UNNAMED = "NAME THE DATA SET"
-CLAIM_KEYS = {   # kind: (required keys, further allowed keys)
-    "record": ({"kind", "time_s", "val_loss", "n", "target", "p", "hardware", "data", "ratio"}, set()),
-    "run": ({"kind", "time_s", "val_loss", "n", "hardware", "data"}, {"target", "p", "ratio"}),
-    "rung": ({"kind", "time_s", "val_loss", "n", "hardware", "data"}, {"target"}),
+EQUAL_LOSS = "baseline"      # in place of a target: the loss that the baseline's runs reach on average
+# What a record needs beyond a plain run (records/README.md, Contract). Seeds 0 and 1 are for choosing.
+MIN_RECORD_RUNS = 6
+FIRST_RECORD_SEED = 10
+RECORD_OVERRIDES = {"seed", "log_dir", "train_files", "val_files", "checkpoint_dir", "checkpoint_every_steps"}
+MAX_TURN_RUNS = 2            # runs of one arm that may follow each other: a b b a is turn by turn
+RUN_KEYS = {"kind", "time_s", "val_loss", "n", "hardware", "data"}
+RECORD_KEYS = {"target", "p", "ratio", "parameters_dense", "parameters_tables"}
+CLAIM_KEYS = {               # kind: (required keys, further allowed keys)
+    "record": (RUN_KEYS | RECORD_KEYS, set()),
+    "run": (RUN_KEYS, RECORD_KEYS),
     "ladder": ({"kind", "n", "target", "hardware", "data"}, {"rung_<number>_s", "rung_<number>_loss"}),
 }
 TABLE_BEGIN, TABLE_END = "<!-- table: written by check.py -->", "<!-- end of table -->"
 TABLE_HEAD = ("| date | folder | kind | hardware | data | target | n | val loss (sd) | p | seconds (sd) | "
               "ratio to baseline [95%] |\n|---|---|---|---|---|---|---|---|---|---|---|")
 _FOLDER_NAME = re.compile(r"(\d{4}-\d{2}-\d{2})_(\w+)")
-_RUNG_NAME = re.compile(r"(?:rung_?)?(\d+)_(\w+)")
 _CLAIM_BLOCK = re.compile(r"^```claim[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -59,7 +68,8 @@ class ClaimError(Exception):
 
 @dataclass
 class Report:
-    """What the check of one folder found. `refusals` empty: the logs carry the claim. `row`: its line in the table."""
+    """What the check of one folder found. `refusals` empty: the logs carry the claim. `row`: its line in the
+    table."""
     folder: Path
     kind: str = "?"
     lines: list[str] = field(default_factory=list)
@@ -68,24 +78,7 @@ class Report:
     row: str = ""
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One step of a ladder: its runs, in order of `number`."""
-    number: int
-    title: str
-    logs: tuple[Log, ...]
-
-    @property
-    def val_loss(self) -> float:
-        return mean([log.val_loss for log in self.logs])
-
-    def seconds_to(self, loss: float) -> float | None:
-        """Mean timed seconds to that validation loss; None when a run does not reach it."""
-        seconds = [log.seconds_to(loss) for log in self.logs]
-        return None if None in seconds else mean(seconds)
-
-
-# ---------------------------------------------------------------------------------------------- statistics
+# ------------------------------------------------------------------------------------------------ statistics
 
 def mean(values) -> float:
     """Arithmetic mean; NaN for nothing."""
@@ -94,7 +87,9 @@ def mean(values) -> float:
 
 def deviation(values) -> float:
     """Sample standard deviation (n - 1); NaN for fewer than two values or values that are not finite."""
-    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.stdev(values)
 
 
 def _scipy_stats():
@@ -106,128 +101,203 @@ def _scipy_stats():
 
 
 def p_below(losses, target: float) -> float:
-    """One-sided p that the mean of `losses` is below `target`; NaN for fewer than two finite losses or equal ones."""
+    """One-sided p that the mean of `losses` is below `target`; NaN for fewer than two finite losses or equal
+    ones."""
     if not deviation(losses) > 0:
         return math.nan
     return float(_scipy_stats().ttest_1samp(losses, target, alternative="less").pvalue)
 
 
-def _welch(var_a: float, count_a: int, var_b: float, count_b: int) -> float:
-    """Two-sided 95% t quantile with Welch's degrees of freedom; var_* are variances of the means (not both 0)."""
-    freedom = (var_a + var_b) ** 2 / (var_a ** 2 / (count_a - 1) + var_b ** 2 / (count_b - 1))
-    return float(_scipy_stats().t.ppf(0.975, freedom))
+def _have_spread(a, b) -> bool:
+    """Whether both sides have two finite values or more, and at least one of them a spread."""
+    return deviation(a) + deviation(b) > 0                   # a NaN is not more than 0
+
+
+def p_less(a, b) -> float:
+    """One-sided p of Welch's test that mean(a) is below mean(b); NaN where a side has too few values or both
+    have no spread."""
+    if not _have_spread(a, b):
+        return math.nan
+    return float(_scipy_stats().ttest_ind(a, b, equal_var=False, alternative="less").pvalue)
 
 
 def difference(a, b) -> tuple[float, float, float]:
-    """(mean(b) - mean(a), low, high) with Welch's 95% interval; low and high are NaN for fewer than two values a side
-    or values that are not finite."""
+    """(mean(b) - mean(a), low, high) with Welch's 95% interval; low and high are NaN for fewer than two
+    values a side or values that are not finite."""
     delta = mean(b) - mean(a)
-    if min(len(a), len(b)) < 2 or not math.isfinite(delta):
-        return delta, math.nan, math.nan
-    var_a, var_b = deviation(a) ** 2 / len(a), deviation(b) ** 2 / len(b)
-    half = _welch(var_a, len(a), var_b, len(b)) * math.sqrt(var_a + var_b) if var_a + var_b > 0 else 0.0
-    return delta, delta - half, delta + half
+    if _have_spread(a, b):
+        low, high = _scipy_stats().ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+        return delta, float(low), float(high)
+    edge = math.nan if math.isnan(deviation(a) + deviation(b)) else delta
+    return delta, edge, edge
 
 
 def ratio(a, b) -> tuple[float, float, float]:
-    """(mean(a) / mean(b), low, high) with Fieller's 95% interval, for positive values. low and high are NaN for fewer
-    than two values a side or values that are not finite; high is infinite when mean(b) can't be told from zero."""
+    """(mean(a) / mean(b), low, high) with Fieller's 95% interval, for positive values. low and high are NaN
+    for fewer than two values a side or values that are not finite; high is infinite when mean(b) can't be
+    told from zero."""
     top, bottom = mean(a), mean(b)
     point = top / bottom if bottom else math.nan
-    if min(len(a), len(b)) < 2 or not math.isfinite(point):
-        return point, math.nan, math.nan
-    var_a, var_b = deviation(a) ** 2 / len(a), deviation(b) ** 2 / len(b)
-    if var_a + var_b == 0:
-        return point, point, point
-    t = _welch(var_a, len(a), point ** 2 * var_b, len(b))
-    # All r with (top - r bottom)^2 <= t^2 (var_a + r^2 var_b): a quadratic in r.
-    square, product, constant = bottom ** 2 - t ** 2 * var_b, top * bottom, top ** 2 - t ** 2 * var_a
+    if not _have_spread(a, b):
+        edge = math.nan if math.isnan(deviation(a) + deviation(b)) else point
+        return point, edge, edge
+    stats = _scipy_stats()
+    freedom = stats.ttest_ind(a, [point * value for value in b], equal_var=False).df
+    t_squared = float(stats.t.ppf(0.975, freedom)) ** 2
+    # All r with (top - r bottom)^2 <= t^2 (var_top + r^2 var_bottom), variances of the means: quadratic in r.
+    square = bottom ** 2 - t_squared * deviation(b) ** 2 / len(b)
+    constant = top ** 2 - t_squared * deviation(a) ** 2 / len(a)
     if square <= 0:
         return point, 0.0, math.inf
-    root = math.sqrt(max(0.0, product ** 2 - square * constant))
-    return point, (product - root) / square, (product + root) / square
+    root = math.sqrt(max(0.0, (top * bottom) ** 2 - square * constant))
+    return point, (top * bottom - root) / square, (top * bottom + root) / square
 
 
 def format_interval(low: float, high: float, digits: int = 3) -> str:
-    return "[no interval: needs 2 runs a side]" if math.isnan(low) else f"[{low:.{digits}f}, {high:.{digits}f}]"
+    if math.isnan(low):
+        return "[no interval: needs 2 runs a side]"
+    return f"[{low:.{digits}f}, {high:.{digits}f}]"
 
 
-# ---------------------------------------------------------------------------------------------- what logs carry
+# ------------------------------------------------------------------------------------------- what logs carry
 
 def log_refusals(log: Log, kind: str) -> list[str]:
     """What is wrong with one log for a claim of this kind."""
-    name, found = log.path.name, []
+    found = []
     if log.size_bytes > MAX_LOG_BYTES:
-        found.append(f"{name}: {log.size_bytes:,} bytes, more than {MAX_LOG_BYTES:,}")
+        found.append(f"{log.size_bytes:,} bytes, more than {MAX_LOG_BYTES:,}")
     if not log.sha_matches:
-        found.append(f"{name}: the embedded source has sha256 {log.source_sha256[:12]}, its header says "
+        found.append(f"the embedded source has sha256 {log.source_sha256[:12]}, its header says "
                      f"{str(log.header['source_sha256'])[:12]}")
     if log.resumed:
-        found.append(f"{name}: the run was resumed from a checkpoint")
-    if kind == "record" and log.disqualifying_overrides:
-        given = " ".join(f"--{key}={value}" for key, value in log.disqualifying_overrides.items())
-        found.append(f"{name}: overridden by hand ({given}); a record's numbers stand in its source")
-    bad = [point.step for point in log.validation + log.training if not math.isfinite(point.loss)]
-    if log.result is None:
-        found.append(f"{name}: no result line: the run was cut short, or still runs")
-    elif bad or log.result["status"] == "non_finite" or not math.isfinite(log.val_loss):
-        found.append(f"{name}: a loss is not finite{f' (step {min(bad)})' if bad else ''}")
-    elif not (math.isfinite(log.train_time_s) and log.train_time_s > 0):
-        found.append(f"{name}: its training time is {log.train_time_s} s")
-    elif not log.finished and log.result["status"] == "target_reached" and kind != "run":
-        found.append(f"{name}: stopped when it saw its target (step {log.result['step']}/{log.result['num_steps']}): "
-                     "a loss chosen by looking proves nothing")
-    elif not log.finished and log.result["status"] != "target_reached":
-        found.append(f"{name}: incomplete ({log.result['status']} at step {log.result['step']}/"
-                     f"{log.result['num_steps']})")
-    else:
-        found += _result_refusals(log)
+        found.append("the run was resumed from a checkpoint")
+    if kind == "record":
+        found += _record_log_refusals(log)
+    fault = _end_refusal(log, kind)
+    found += [fault] if fault else _agreement_refusals(log)
+    return [f"{log.path.name}: {line}" for line in found]
+
+
+def _record_log_refusals(log: Log) -> list[str]:
+    """What a log of a record claim, or of its baseline, must show beyond that of a plain run."""
+    found = []
+    overrides = log.header["overrides"].items()
+    given = [f"--{key}={value}" for key, value in overrides if key not in RECORD_OVERRIDES]
+    if given:
+        found.append(f"overridden by hand ({' '.join(given)}); a record's numbers stand in its source")
+    if log.seed < FIRST_RECORD_SEED:
+        found.append(f"seed {log.seed}: a record counts seeds from {FIRST_RECORD_SEED} on, choose on those "
+                     "below")
+    if None in parameters_of(log):
+        found.append("its header does not list the parameters (total, and matmul: those in dense matrices)")
     return found
 
 
-def _result_refusals(log: Log) -> list[str]:
-    """Where the result line of a finished log disagrees with its step lines."""
-    name, found, last = log.path.name, [], log.validation[-1] if log.validation else None
-    if last is None or last.step != log.result["step"]:
-        return [f"{name}: no validation line at its last step {log.result['step']}"]
-    if abs(last.loss - log.val_loss) > 0.00011:
-        found.append(f"{name}: result says val_loss {log.val_loss:.4f}, its last validation line {last.loss:.4f}")
-    if not abs(last.seconds - log.train_time_s) <= 0.0021:
-        found.append(f"{name}: result says {log.train_time_s:.3f} s, its last validation line {last.seconds:.3f} s")
+def parameters_of(log: Log) -> tuple[int | None, int | None]:
+    """Numbers of parameters (in dense matrices, which multiply activations; all others, nearly all of them
+    rows of tables that are looked up). None where the header doesn't say."""
+    listed = log.header.get("parameters") or {}
+    total, dense = listed.get("total"), listed.get("matmul")
+    if not isinstance(total, int) or not isinstance(dense, int):
+        return None, None
+    return dense, total - dense
+
+
+def _end_refusal(log: Log, kind: str) -> str | None:
+    """Why the end of this run doesn't count; None for a whole run with finite losses."""
+    result = log.result
+    if result is None:
+        return "no result line: the run was cut short, or still runs"
+    bad = [point.step for point in log.validation + log.training if not math.isfinite(point.loss)]
+    if bad:
+        return f"a loss is not finite (step {min(bad)})"
+    if result["status"] == "non_finite" or not math.isfinite(log.val_loss):
+        return "a loss is not finite"
+    if not (math.isfinite(log.train_time_s) and log.train_time_s > 0):
+        return f"its training time is {log.train_time_s} s"
+    if log.finished:
+        return None
+    place = f"step {result['step']}/{result['num_steps']}"
+    if result["status"] != "target_reached":
+        return f"incomplete ({result['status']} at {place})"
+    if kind != "run":
+        return f"stopped when it saw its target ({place}): a loss chosen by looking proves nothing"
+    return None
+
+
+def _agreement_refusals(log: Log) -> list[str]:
+    """Where the result of a run contradicts its step lines, its step times or its configuration."""
+    found, steps = [], log.result["step"]
+    last = log.validation[-1] if log.validation else None
+    if last is None or last.step != steps:
+        return [f"no validation line at its last step {steps}"]
+    if abs(last.loss - log.val_loss) > 0.00011:              # the line has four digits
+        found.append(f"result says val_loss {log.val_loss:.4f}, its last validation line {last.loss:.4f}")
+    if not abs(last.seconds - log.train_time_s) <= 0.0021:   # the line has whole milliseconds
+        found.append(f"result says {log.train_time_s:.3f} s, its last validation line {last.seconds:.3f} s")
     wanted = log.config.get("val_tokens")
     if wanted and log.val_tokens != wanted:
-        found.append(f"{name}: validated on {log.val_tokens} tokens, its configuration says {wanted}")
-    return found
+        found.append(f"validated on {log.val_tokens} tokens, its configuration says {wanted}")
+    if len(log.step_times_ms) != steps:
+        return found + [f"it holds {len(log.step_times_ms)} step times for {steps} steps"]
+    return found + _time_refusals(log, [0.0, *accumulate(log.step_times_ms)])
+
+
+def _time_refusals(log: Log, elapsed_ms: list[float]) -> list[str]:
+    """Where a time in the log is not the sum of its step times; elapsed_ms: that sum after each step. A
+    training line is written one step late, so its time may lie anywhere within the step after it."""
+    steps, total_ms = len(elapsed_ms) - 1, 1000 * log.train_time_s
+    claims = [("the result's train_time", total_ms, steps, steps)]
+    if log.result.get("step_avg_ms") is not None:
+        average_ms = log.result["step_avg_ms"]
+        claims.append(("the result's step_avg times its steps", steps * average_ms, steps, steps))
+    for step, ms in ((point.step, 1000 * point.seconds) for point in log.validation):
+        claims.append((f"the validation line of step {step}", ms, step, step))
+    for step, ms in ((point.step, 1000 * point.seconds) for point in log.training):
+        claims.append((f"the training line of step {step}", ms, step, step + 1))
+    for what, said_ms, first, last in claims:
+        low_ms, high_ms = elapsed_ms[min(first, steps)], elapsed_ms[min(last, steps)]
+        slack_ms = 1 + MAX_TIME_GAP * high_ms                # 1: lines have whole milliseconds
+        if not low_ms - slack_ms <= said_ms <= high_ms + slack_ms:
+            return [f"{what} says {said_ms / 1000:.3f} s, its step times add up to {low_ms / 1000:.3f} s"]
+    return []
 
 
 def twice_refusals(logs) -> list[str]:
     """Logs that show one run twice: by run id, or by the same measured lines under another name."""
-    found = []
-    for what, key in (("run_id", lambda log: log.run_id), ("step lines and times", lambda log: log.measured_sha256)):
+    found, pairs = [], set()
+    for what, key_of in (("run_id", lambda log: log.run_id),
+                         ("step lines and times", lambda log: log.measured_sha256)):
         seen = {}
         for log in logs:
-            first = seen.setdefault(key(log), log)
-            if first is not log and key(log) is not None:
-                found.append(f"one run counted twice: {first.path.name} and {log.path.name} have the same {what}")
-    return list({line.rsplit(" have ", 1)[0]: line for line in found}.values())
+            first = seen.setdefault(key_of(log), log)
+            pair = (first.path, log.path)
+            if first is not log and key_of(log) is not None and pair not in pairs:
+                pairs.add(pair)
+                names = f"{first.path.name} and {log.path.name}"
+                found.append(f"one run counted twice: {names} have the same {what}")
+    return found
 
 
 def same_refusals(logs, where: str) -> list[str]:
     """Where runs that are averaged or compared differ in data, validation tokens or hardware."""
     found = []
-    for what, key in (("training data", lambda log: log.data_identity("train")),
-                      ("validation data", lambda log: log.data_identity("val")),
-                      ("validation tokens", lambda log: log.val_tokens), ("hardware", lambda log: log.hardware)):
-        values = {key(log): log.path.name for log in logs}
-        if len(values) > 1:
-            shown = ", ".join(f"{name} {_shown(value)}" for value, name in list(values.items())[:3])
+    for what, value_of in (("training data", lambda log: log.data_identity("train")),
+                           ("validation data", lambda log: log.data_identity("val")),
+                           ("validation tokens", lambda log: log.val_tokens),
+                           ("hardware", lambda log: log.hardware)):
+        names = {value_of(log): log.path.name for log in logs}
+        if len(names) > 1:
+            shown = ", ".join(f"{name} {_shown(value)}" for value, name in list(names.items())[:3])
             found.append(f"different {what} {where}: {shown}")
     return found
 
 
 def _shown(value) -> str:
     """A data identity, token count or hardware name in few characters."""
-    return "+".join(str(mark) for mark, _ in value[:2]) or "none" if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    return "+".join(str(mark) for mark, _ in value[:2]) or "none"
 
 
 def mixed_refusals(logs, name: str) -> list[str]:
@@ -236,35 +306,64 @@ def mixed_refusals(logs, name: str) -> list[str]:
     if len(sources) > 1:
         shown = ", ".join(f"{sha} in {count}" for sha, count in sources.items())
         return [f"mixed sources in {name}: {shown} logs"]
-    keys = sorted({key for log in logs for key in log.config})
-    mixed = [key for key in keys if len({str(log.config.get(key)) for log in logs}) > 1]
     if len({log.recipe for log in logs}) > 1:
-        return [f"mixed configurations in {name}: runs differ in {', '.join(key for key in mixed if key != 'seed')}"]
+        keys = sorted({key for log in logs for key in log.config} - {"seed"})
+        mixed = [key for key in keys if len({str(log.config.get(key)) for log in logs}) > 1]
+        return [f"mixed configurations in {name}: runs differ in {', '.join(mixed)}"]
     seeds = Counter(str(log.seed) for log in logs)
-    return [f"seed {seed} counts {count} times in {name}: n counts seeds" for seed, count in seeds.items() if count > 1]
+    return [f"seed {seed} counts {count} times in {name}: n counts seeds"
+            for seed, count in seeds.items() if count > 1]
+
+
+def turn_refusals(logs, baseline) -> list[str]:
+    """Where the headers show that the two arms did not take turns on one machine and installation."""
+    found = []
+    versions = logs[0].header["versions"]
+    for log in logs + baseline:
+        differing = [key for key, value in log.header["versions"].items() if versions.get(key) != value]
+        if differing:
+            key = differing[0]
+            found.append(f"{log.path.name}: its {key} is {log.header['versions'][key]}, "
+                         f"that of {logs[0].path.name} {versions.get(key)}")
+    starts = [(str(log.header.get("started")), "the idea") for log in logs]
+    starts += [(str(log.header.get("started")), "the baseline") for log in baseline]
+    for arm, runs in groupby(sorted(starts), key=lambda start: start[1]):
+        times = [time for time, _ in runs]
+        if len(times) > MAX_TURN_RUNS:
+            found.append(f"not turn by turn: {arm} started {len(times)} times in succession, {times[0]} to "
+                         f"{times[-1]}")
+    return found
 
 
 def describe_arm(logs, name: str = "runs") -> list[str]:
     """Readable lines about the runs of one arm: what they are, their losses with p, their times."""
     first, losses, times = logs[0], [log.val_loss for log in logs], [log.train_time_s for log in logs]
-    seeds = ",".join(str(log.seed) for log in sorted(logs, key=lambda log: str(log.seed)))
-    target = first.target_loss
-    p = p_below(losses, target) if target is not None else math.nan
-    goal = "" if target is None else f"; target {target}, " + ("p needs 2 different runs" if math.isnan(p)
-                                                               else f"one-sided p {p:.2g}")
-    spreads = ("", "") if len(logs) < 2 else (f", sd {deviation(losses):.4f}, {min(losses):.4f} to {max(losses):.4f}",
-                                              f", sd {deviation(times):.2f}, {min(times):.2f} to {max(times):.2f}")
+    seeds = ",".join(str(log.seed) for log in sorted(logs, key=lambda log: log.seed))
+    goal = loss_spread = time_spread = ""
+    if first.target_loss is not None:
+        p = p_below(losses, first.target_loss)
+        shown = "p needs 2 different runs" if math.isnan(p) else f"one-sided p {p:.2g}"
+        goal = f"; target {first.target_loss}, {shown}"
+    if len(logs) > 1:
+        loss_spread = f", sd {deviation(losses):.4f}, {min(losses):.4f} to {max(losses):.4f}"
+        time_spread = f", sd {deviation(times):.2f}, {min(times):.2f} to {max(times):.2f}"
     prints = "+".join(str(mark) for mark, _ in first.data_identity("val"))
     torch = first.header["versions"].get("torch", "?")
-    return [f"{name}: n {len(logs)}, seeds {seeds}, source {first.source_sha256[:12]}, {first.hardware}, torch {torch}",
-            f"  validation loss: mean {mean(losses):.4f}{spreads[0]}{goal} ({first.val_tokens} tokens of {prints})",
-            f"  training time: mean {mean(times):.2f} s{spreads[1]}"]
+    sha = first.source_sha256[:12]
+    lines = [f"{name}: n {len(logs)}, seeds {seeds}, source {sha}, {first.hardware}, torch {torch}",
+             f"  validation loss: mean {mean(losses):.4f}{loss_spread}{goal} ({first.val_tokens} tokens of "
+             f"{prints})",
+             f"  training time: mean {mean(times):.2f} s{time_spread}"]
+    dense, tables = parameters_of(first)
+    if dense is not None:
+        lines.append(f"  parameters: {dense:,} in dense matrices, {tables:,} in tables")
+    return lines
 
 
 def arm_notes(logs) -> list[str]:
     """What a reader should know and the checker does not refuse."""
-    notes, seeds = [], sorted({log.seed for log in logs if isinstance(log.seed, int)})
-    missing = sorted(set(range(seeds[0], seeds[-1])) - set(seeds)) if seeds and seeds[-1] - seeds[0] < 1000 else []
+    notes, seeds = [], sorted({log.seed for log in logs})
+    missing = sorted(set(range(seeds[0], seeds[-1])) - set(seeds)) if seeds[-1] - seeds[0] < 1000 else []
     if missing:
         notes.append(f"seeds {', '.join(map(str, missing))} are not there: say why")
     if any(log.header["git"].get("dirty") for log in logs):
@@ -283,105 +382,118 @@ def _span_notes(logs) -> list[str]:
         hours = (max(started) - min(started)).total_seconds() / 3600
     except (ValueError, TypeError):
         return ["not every header says when its run started"]
-    torches = sorted({str(log.header["versions"].get("torch")) for log in logs})
-    notes = [f"runs and baseline ran on different torch versions: {', '.join(torches)}"] if len(torches) > 1 else []
-    if hours > 24:
-        notes.append(f"runs and baseline span {hours:.0f} hours: was this one call on one machine?")
-    return notes
+    if hours <= 24:
+        return []
+    return [f"runs and baseline span {hours:.0f} hours: was this one call on one machine?"]
 
 
-# ---------------------------------------------------------------------------------------------- what the README claims
+# ------------------------------------------------------------------------------------ what the README claims
 
-def read_claim(folder: Path) -> dict[str, str]:
-    """{key: value} of the README's claim block. Raises ClaimError: no README, no block or several, unknown or lacking
-    keys."""
+def read_claim(folder: Path) -> dict:
+    """The README's claim block, numbers as int or Decimal. Raises ClaimError: no README, no block or several,
+    no TOML, unknown or lacking keys."""
     try:
         text = (folder / "README.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         raise ClaimError("no readable README.md") from None
     blocks = _CLAIM_BLOCK.findall(text)
     if len(blocks) != 1:
-        raise ClaimError(f"README.md has {len(blocks)} blocks fenced with ```claim, it needs one (--draft prints it)")
-    claim = {}
-    for line in filter(str.strip, blocks[0].splitlines()):
-        key, colon, value = (part.strip() for part in line.partition(":"))
-        if not colon or not value or key in claim:
-            raise ClaimError(f"README.md: claim line is no `key: value`, or comes twice: {line}")
-        claim[key] = value
-    if claim.get("kind") not in CLAIM_KEYS:
-        raise ClaimError(f"README.md: kind is {claim.get('kind', 'missing')}, not one of {', '.join(CLAIM_KEYS)}")
+        raise ClaimError(f"README.md has {len(blocks)} blocks fenced with ```claim, it needs one "
+                         "(--draft prints it)")
+    try:
+        claim = tomllib.loads(blocks[0], parse_float=Decimal)
+    except tomllib.TOMLDecodeError as error:
+        raise ClaimError(f"README.md: the claim block is no TOML: {error}") from None
+    if claim.get("kind") not in [*CLAIM_KEYS]:
+        kind = claim.get("kind", "missing")
+        raise ClaimError(f"README.md: kind is {kind}, not one of {', '.join(CLAIM_KEYS)}")
     required, optional = CLAIM_KEYS[claim["kind"]]
-    unknown = [key for key in claim if re.sub(r"\d+", "<number>", key) not in required | optional]
-    if unknown or required - claim.keys():
-        wrong = [f"lacks {key}" for key in sorted(required - claim.keys())] + [f"has unknown {key}" for key in unknown]
+    wrong = [f"lacks {key}" for key in sorted(required - claim.keys())]
+    wrong += [f"has unknown {key}" for key in claim
+              if re.sub(r"\d+", "<number>", key) not in required | optional]
+    if wrong:
         raise ClaimError(f"README.md: claim {', '.join(wrong)}")
     if claim["kind"] == "run" and NOT_A_RECORD not in text:
         raise ClaimError(f"README.md of a plain run must say that it is {NOT_A_RECORD}")
     return claim
 
 
-def _number(key: str, text: str) -> tuple[Decimal, bool]:
-    """A claimed number and whether it is a bound ('<0.01'). Raises ClaimError."""
-    bound = text.startswith("<")
+def better_than_logs(key: str, claimed, measured: float) -> str | None:
+    """A refusal if the claimed number (lower is better) is below what the logs say, beyond its own rounding:
+    half a unit of its last digit, and never more than 0.5 s, 0.0005 of loss, 0.005 of ratio, 5% of p. A text
+    "<0.01" claims that the measured number is smaller."""
+    is_bound = isinstance(claimed, str) and claimed.startswith("<")
     try:
-        value = Decimal(text.removeprefix("<").strip())
+        number = claimed[1:].strip() if is_bound else claimed
+        value = Decimal("nan" if not is_bound and _float_of(claimed) is None else number)
     except InvalidOperation:
         value = Decimal("nan")
+    said = str(claimed).lower()                              # Decimal writes 1E-9
     if not value.is_finite():
-        raise ClaimError(f"README.md: {key} is {text}, not a number")
-    return value, bound
-
-
-def better_than_logs(key: str, text: str, measured: float) -> str | None:
-    """A refusal if the claimed number (lower is better) is below what the logs say, beyond its own rounding: half a
-    unit of its last digit, and never more than 0.5 s, 0.0005 of loss, 0.005 of ratio, 5% of p."""
-    try:
-        value, bound = _number(key, text)
-    except ClaimError as error:
-        return str(error)
+        return f"README.md: {key} is {said}, not a number"
     most = {"loss": 0.0005, "ratio": 0.005, "p": 0.05 * measured}.get(key.rsplit("_", 1)[-1], 0.5)
     slack = min(0.5 * 10.0 ** value.as_tuple().exponent, most) * (1 + 1e-9)
-    true = not math.isnan(measured) and (measured < value if bound else float(value) >= measured - slack)
+    if is_bound:
+        holds = measured < value
+    else:
+        holds = float(value) >= measured - slack             # false when the logs say nothing: NaN
     shown = "nothing" if math.isnan(measured) else f"{measured:.6g}"
-    return None if true else f"README.md says better than the logs: {key} {text}, the logs say {shown}"
+    return None if holds else f"README.md says better than the logs: {key} {said}, the logs say {shown}"
 
 
-def _exact_refusals(claim: dict, logs, counted: int) -> list[str]:
-    """Where n, hardware or the data's fingerprint in the claim are not those of the logs."""
-    found = []
-    if claim["n"] != str(counted):
-        found.append(f"README.md says better than the logs: n {claim['n']}, the folder holds {counted}"
-                     if claim["n"].isdigit() and int(claim["n"]) > counted else
-                     f"README.md says n {claim['n']}, the folder holds {counted}")
+def _exact_refusals(claim: dict, logs) -> list[str]:
+    """Where n, hardware, parameters or the data's fingerprint in the claim are not those of the logs."""
+    found, n = [], claim["n"]
+    if n != len(logs):
+        is_better = isinstance(n, int) and n > len(logs)
+        found.append(f"README.md says {'better than the logs: ' if is_better else ''}n {n}, the folder holds "
+                     f"{len(logs)}")
     if claim["hardware"] != logs[0].hardware:
         found.append(f"README.md says hardware {claim['hardware']}, the logs say {logs[0].hardware}")
-    if UNNAMED in claim["data"]:
+    for key, count in zip(("parameters_dense", "parameters_tables"), parameters_of(logs[0])):
+        if claim.get(key, count) != count:
+            found.append(f"README.md says {key} {claim[key]}, the logs say {count}")
+    data = str(claim["data"])
+    if UNNAMED in data:
         found.append("README.md: name the data set in the claim's data")
     for mark, _ in logs[0].data_identity("val"):
-        if str(mark) not in claim["data"]:
-            found.append(f"README.md's data ({claim['data']}) does not name the validation fingerprint {mark}")
+        if str(mark) not in data:
+            found.append(f"README.md's data ({data}) does not name the validation fingerprint {mark}")
     return found
 
 
-# ---------------------------------------------------------------------------------------------- folders
+# --------------------------------------------------------------------------------------------------- folders
 
 def check_folder(folder) -> Report:
     """Check one folder; never raises for what it finds there."""
     folder = Path(folder).resolve()
-    report = Report(folder)
+    report, claim = Report(folder), None
     if not folder.is_dir():
         report.refusals.append("no such folder")
         return report
     try:
         claim = read_claim(folder)
+        report.kind = claim["kind"]
     except ClaimError as error:
-        claim = None
         report.refusals.append(str(error))
-    report.kind = claim["kind"] if claim else "?"
+    logs, problems = logs_in(folder)
+    baseline, baseline_problems = baseline_in(folder)
+    report.refusals += problems + [f"baseline: {problem}" for problem in baseline_problems]
+    if not logs:
+        report.refusals += [] if problems else ["no log (*.txt) of a run"]
+        return report
+    for log in logs:
+        report.refusals += log_refusals(log, report.kind)
+    report.refusals += twice_refusals(logs + baseline)
+    differing = same_refusals(logs, "between the runs")
+    report.refusals += differing or same_refusals(logs + baseline, "between runs and baseline")
+    report.notes += arm_notes(logs)
+    if claim:
+        report.refusals += _exact_refusals(claim, logs)
     if report.kind == "ladder":
-        _check_ladder(report, claim)
+        _check_ladder(report, claim, logs)
     else:
-        _check_runs(report, claim)
+        _check_runs(report, claim, logs, baseline)
     return report
 
 
@@ -390,190 +502,157 @@ def baseline_in(folder: Path) -> tuple[list[Log], list[str]]:
     return logs_in(folder / "baseline") if (folder / "baseline").is_dir() else ([], [])
 
 
-def _check_runs(report: Report, claim: dict | None) -> None:
-    """Fill the report of a record, a plain run or a rung."""
-    logs, problems = logs_in(report.folder)
-    baseline, baseline_problems = baseline_in(report.folder)
-    refuse = report.refusals.extend
-    refuse(problems + [f"baseline: {problem}" for problem in baseline_problems])
-    if not logs:
-        refuse(["no log (*.txt) of a run"] if not problems else [])
-        return
-    for log in logs:
-        refuse(log_refusals(log, report.kind))
-    for log in baseline:
-        refuse(f"baseline: {line}" for line in log_refusals(log, report.kind))
-    refuse(twice_refusals(logs + baseline))
-    refuse(mixed_refusals(logs, "the runs") + (mixed_refusals(baseline, "the baseline") if baseline else []))
-    differing = same_refusals(logs, "between the runs")
-    refuse(differing or same_refusals(logs + baseline, "between runs and baseline"))
+def _check_runs(report: Report, claim: dict | None, logs, baseline) -> None:
+    """Fill the report of a record or a plain run with what its arms say."""
+    claim, refuse = claim or {}, report.refusals.extend
+    refuse(mixed_refusals(logs, "the runs"))
     losses, times = [log.val_loss for log in logs], [log.train_time_s for log in logs]
-    target = logs[0].target_loss
-    p = p_below(losses, target) if target is not None else math.nan
-    report.lines += describe_arm(logs)
     point, low, high = math.nan, math.nan, math.nan
+    report.lines += describe_arm(logs)
     if baseline:
-        report.lines += describe_arm(baseline, "baseline")
+        for log in baseline:
+            refuse(f"baseline: {line}" for line in log_refusals(log, report.kind))
+        refuse(mixed_refusals(baseline, "the baseline"))
         point, low, high = ratio(times, [log.train_time_s for log in baseline])
-        report.lines.append(f"ratio of mean times to the baseline: {point:.4f} {format_interval(low, high, 4)} "
-                            "(95%, Fieller with Welch's degrees of freedom)")
-        report.notes += _span_notes(logs + baseline)
+        report.lines += describe_arm(baseline, "baseline")
+        interval = format_interval(low, high, 4)
+        report.lines.append(f"ratio of mean times to the baseline: {point:.4f} {interval} (95%, Fieller with "
+                            "Welch's degrees of freedom)")
         surplus, surely, _ = difference([log.val_loss for log in baseline], losses)
         if surely > 0:
-            report.notes.append(f"the baseline's loss is lower by {surplus:.4f}: that surplus is part of the ratio")
-    report.notes += arm_notes(logs) + [f"baseline: {note}" for note in arm_notes(baseline)]
+            report.notes.append(f"the baseline's loss is lower by {surplus:.4f}: that surplus is part of the "
+                                "ratio")
+        report.notes += _span_notes(logs + baseline) + [f"baseline: {note}" for note in arm_notes(baseline)]
+    if claim.get("target") == EQUAL_LOSS:
+        target, p = EQUAL_LOSS, p_less(losses, [log.val_loss for log in baseline])
+    else:
+        target = logs[0].target_loss
+        p = math.nan if target is None else p_below(losses, target)
     if report.kind == "record":
-        refuse(_record_refusals(logs, baseline, p, high))
+        refuse(_record_refusals(target, logs, baseline, p, high))
+    measured = dict(time_s=mean(times), val_loss=mean(losses), p=p, ratio=point)
+    for key, value in measured.items():
+        refuse(filter(None, [better_than_logs(key, claim[key], value)] if key in claim else []))
+    if "target" in claim and target != EQUAL_LOSS and _float_of(claim["target"]) != target:
+        refuse([f"README.md says target {claim['target']}, the logs' configuration says {target}"])
     if claim:
-        measured = dict(time_s=mean(times), val_loss=mean(losses), p=p, ratio=point)
-        found = [better_than_logs(key, claim[key], value) for key, value in measured.items() if key in claim]
-        refuse([line for line in found if line] + _exact_refusals(claim, logs, len(logs)))
-        if "target" in claim and (target is None or claim["target"] != str(target)):
-            refuse([f"README.md says target {claim['target']}, the logs' configuration says {target}"])
-        spread = (f" ({deviation(losses):.4f})", f" ({deviation(times):.2f})") if len(logs) > 1 else ("", "")
-        report.row = _row(report, claim, target, len(logs), f"{mean(losses):.4f}{spread[0]}",
-                          "" if math.isnan(p) else f"{p:.2g}", f"{mean(times):.2f}{spread[1]}",
-                          "" if math.isnan(point) else f"{point:.4f}" + (
-                              "" if math.isnan(low) else f" {format_interval(low, high, 4)}"))
+        shown_p = "" if math.isnan(p) else f"{p:.2g}"
+        shown_ratio = "" if math.isnan(point) else f"{point:.4f}"
+        shown_ratio += "" if math.isnan(low) else f" {format_interval(low, high, 4)}"
+        report.row = _row(report, claim, target, str(len(logs)), _mean_and_spread(losses, 4), shown_p,
+                          _mean_and_spread(times, 2), shown_ratio)
 
 
-def _record_refusals(logs, baseline, p: float, ratio_high: float) -> list[str]:
-    """What a record needs beyond sound logs: enough runs, a significant loss, a faster time than its baseline."""
+def _float_of(claimed) -> float | None:
+    """A claimed number as a float; None for anything else."""
+    is_number = isinstance(claimed, (int, Decimal)) and not isinstance(claimed, bool)
+    return float(claimed) if is_number else None
+
+
+def _mean_and_spread(values, digits: int) -> str:
+    spread = f" ({deviation(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}"
+
+
+def _record_refusals(target, logs, baseline, p: float, ratio_high: float) -> list[str]:
+    """What a record needs beyond sound logs: enough runs, a significant loss, a faster time than its
+    baseline, and arms that took turns."""
     found = []
     if len(logs) < MIN_RECORD_RUNS:
-        found.append(f"{'a single run' if len(logs) == 1 else f'{len(logs)} runs'}: a record needs n >= "
-                     f"{MIN_RECORD_RUNS} for its p")
-    if logs[0].target_loss is None:
+        count = "a single run" if len(logs) == 1 else f"{len(logs)} runs"
+        found.append(f"{count}: a record needs n >= {MIN_RECORD_RUNS} for its p")
+    if target is None:
         found.append("the logs' configuration has no target_loss")
     elif len(logs) > 1 and not p < MAX_P:
         why = "the losses are all equal" if math.isnan(p) else f"one-sided p is {p:.2g}"
-        found.append(f"mean loss is not below the target {logs[0].target_loss} with p < {MAX_P}: {why}")
-    if len(baseline) < 2:
-        found.append(f"{len(baseline)} logs in baseline/: the ratio needs at least 2 from the same machine and call")
+        goal = "the mean of its baseline" if target == EQUAL_LOSS else f"the target {target}"
+        found.append(f"mean loss is not below {goal} with p < {MAX_P}: {why}")
+    needed = MIN_RECORD_RUNS if target == EQUAL_LOSS else 2
+    if len(baseline) < needed:
+        purpose = "the target" if target == EQUAL_LOSS else "the ratio"
+        found.append(f"{len(baseline)} logs in baseline/: {purpose} needs at least {needed} from the same "
+                     "machine and call")
     elif not ratio_high < 1:
         found.append(f"not faster than its baseline: the ratio's interval reaches {ratio_high:.4f}")
-    if baseline and baseline[0].recipe == logs[0].recipe:
-        found.append("runs and baseline ran the same source and configuration")
+    if baseline:
+        found += turn_refusals(logs, baseline)
+        if baseline[0].recipe == logs[0].recipe:
+            found.append("runs and baseline ran the same source and configuration")
     return found
 
 
-def rungs_of(folder: Path) -> tuple[list[Rung], list[str]]:
-    """The rungs of a ladder folder by number (<number>_<title>.txt, or a sub-folder <number>_<title>/ with the logs of
-    several seeds), and one line for each thing that is none."""
-    rungs, problems = [], []
-    for path in sorted(folder.iterdir()):
-        if not (path.suffix == ".txt" or (path.is_dir() and any(path.glob("*.txt")))):
-            continue
-        name = _RUNG_NAME.fullmatch(path.stem)
-        if not name:
-            problems.append(f"{path.name}: not named <number>_<title>")
-            continue
-        logs, found = logs_in(path)
-        problems += found
-        if logs:
-            rungs.append(Rung(int(name[1]), name[2].replace("_", " "), tuple(logs)))
-    return sorted(rungs, key=lambda rung: rung.number), problems
-
-
-def _check_ladder(report: Report, claim: dict) -> None:
-    """Fill the report of a ladder: every rung sound, and all of them equal in tokens, batch, data and hardware."""
-    rungs, problems = rungs_of(report.folder)
-    refuse = report.refusals.extend
-    refuse(problems)
-    if not rungs:
-        refuse(["no rungs (<number>_<title>.txt or sub-folders)"])
-        return
-    logs = [log for rung in rungs for log in rung.logs]
-    for rung in rungs:
-        for log in rung.logs:
-            refuse(f"rung {rung.number}: {line}" for line in log_refusals(log, "ladder"))
-        refuse(mixed_refusals(list(rung.logs), f"rung {rung.number}"))
-    numbers = Counter(rung.number for rung in rungs)
-    refuse(f"rung {number} is there {count} times" for number, count in numbers.items() if count > 1)
-    refuse(twice_refusals(logs))
-    refuse(same_refusals(logs, "between the rungs"))
-    for what, key in (("tokens trained", lambda log: log.result and log.result.get("tokens_trained")),
-                      ("batch_tokens", lambda log: log.config.get("batch_tokens"))):
-        values = {str(key(log)): log.path.name for log in logs}
+def _check_ladder(report: Report, claim: dict, logs) -> None:
+    """Fill the report of the ladder: one file <number>_<title>.txt for each step of one history, all of one
+    budget. It is closed: nothing is added to it, and no tool draws it again."""
+    for what, value_of in (("tokens trained", lambda log: (log.result or {}).get("tokens_trained")),
+                           ("batch_tokens", lambda log: log.config.get("batch_tokens"))):
+        values = {str(value_of(log)): log.path.name for log in logs}
         if len(values) > 1:
-            shown = ", ".join(f"{name} {value}" for value, name in values.items())
-            refuse([f"different {what} between the rungs: {shown}"])
-    recipes = Counter(rung.logs[0].recipe for rung in rungs)
-    refuse(["two rungs ran the same source and configuration"] if max(recipes.values()) > 1 else [])
-    refuse(_exact_refusals(claim, logs, len(rungs)))
-    try:
-        target = float(_number("target", claim["target"])[0])
-    except ClaimError as error:
-        refuse([str(error)])
+            report.refusals.append(f"different {what} between the rungs: " + ", ".join(
+                f"{name} {value}" for value, name in values.items()))
+    if len({log.recipe for log in logs}) < len(logs):
+        report.refusals.append("two rungs ran the same source and configuration")
+    target, measured, shown = _float_of(claim["target"]), {}, []
+    if target is None:
+        report.refusals.append(f"README.md: target is {claim['target']}, not a number")
         return
-    for readme in sorted(report.folder.glob("*/README.md")):
-        if "```claim" in readme.read_text(encoding="utf-8", errors="replace"):
-            refuse(f"{readme.parent.name}: {line}" for line in check_folder(readme.parent).refusals)
-    report.notes += arm_notes(logs)
-    seconds = {rung.number: rung.seconds_to(target) for rung in rungs}
-    measured = {}
-    for rung in rungs:
-        results = [log.result or {} for log in rung.logs]
-        step_ms = mean([result.get("step_avg_ms") or math.nan for result in results])
-        reached = "does not reach it" if seconds[rung.number] is None else f"{seconds[rung.number]:.1f} s to it"
-        report.lines.append(
-            f"rung {rung.number} {rung.title}: n {len(rung.logs)}, loss {rung.val_loss:.4f} at "
-            f"{results[0].get('tokens_trained')} tokens, target {target}: {reached}; "
-            f"{step_ms:.1f} ms a step, {results[0].get('peak_memory_mib') or '?'} MiB, "
-            f"source {rung.logs[0].source_sha256[:12]}")
-        measured[f"rung_{rung.number}_loss"] = rung.val_loss
-        measured[f"rung_{rung.number}_s"] = math.nan if seconds[rung.number] is None else seconds[rung.number]
+    for log in logs:
+        number, seconds = log.path.stem.partition("_")[0], log.seconds_to(target)
+        measured[f"rung_{number}_loss"] = log.val_loss
+        measured[f"rung_{number}_s"] = math.nan if seconds is None else seconds
+        shown.append("-" if seconds is None else f"{seconds:.1f}")
+        report.lines.append(f"{log.path.stem}: loss {log.val_loss:.4f}, seconds to {target}: {shown[-1]}, "
+                            f"source {log.source_sha256[:12]}")
     for key in claim:
         if key.startswith("rung_"):
-            refuse(filter(None, [better_than_logs(key, claim[key], measured.get(key, math.nan))]))
-    steps = " > ".join("-" if value is None else f"{value:.1f}" for value in seconds.values())
-    report.row = _row(report, claim, target, len(rungs), f"{rungs[0].val_loss:.4f} > {rungs[-1].val_loss:.4f}", "",
-                      f"{steps} to target", "")
+            report.refusals += filter(None, [better_than_logs(key, claim[key], measured.get(key, math.nan))])
+    losses, seconds = f"{logs[0].val_loss:.4f} > {logs[-1].val_loss:.4f}", " > ".join(shown) + " to target"
+    report.row = _row(report, claim, target, f"{len(logs)} rungs", losses, "", seconds, "")
 
 
-def _row(report: Report, claim: dict, target, n: int, loss: str, p: str, time: str, ratio_text: str) -> str:
+def _row(report: Report, claim: dict, target, n: str, loss: str, p: str, time: str, ratio_text: str) -> str:
     """One line of the table in records/README.md."""
     name = report.folder.name
     dated = _FOLDER_NAME.fullmatch(name)
+    date, title = dated.groups() if dated else ("", name)
     kind = f"run ({NOT_A_RECORD})" if report.kind == "run" else report.kind
-    cells = [dated[1] if dated else "", f"[{dated[2] if dated else name}]({name}/)", kind, claim["hardware"],
-             claim["data"], "" if target is None else f"{target:g}",
-             f"{n} rungs" if report.kind == "ladder" else str(n), loss, p, time, ratio_text]
-    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+    shown_target = f"{target:g}" if isinstance(target, float) else target or ""
+    cells = [date, f"[{title}]({name}/)", kind, claim["hardware"], claim["data"], shown_target, n, loss, p,
+             time, ratio_text]
+    return "| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |"
 
 
 def draft_claim(folder) -> str:
-    """A claim block for the folder's README.md, computed from its logs. Raises LogError when there are none."""
+    """A claim block for the folder's README.md, computed from its logs. Raises LogError when there are
+    none."""
     folder = Path(folder).resolve()
     logs, problems = logs_in(folder)
-    rungs = [] if not folder.is_dir() else rungs_of(folder)[0]
-    if problems or not (logs or rungs):
+    if problems or not logs:
         raise LogError(problems[0] if problems else f"{folder.name}: no log (*.txt) there")
-    ladder = len(rungs) > 1 and len({rung.number for rung in rungs}) == len(rungs)
-    first = rungs[0].logs[0] if ladder else logs[0] if logs else rungs[0].logs[0]
-    prints = " + ".join(str(mark) for mark, _ in first.data_identity("val"))
-    lines = [f"hardware: {first.hardware}", f"data: {UNNAMED}, val {prints}"]
-    if ladder:
-        target = first.target_loss
-        lines = ["kind: ladder", f"n: {len(rungs)}", f"target: {target}", *lines]
-        for rung in rungs:
-            seconds = rung.seconds_to(target) if target is not None else None
-            lines += [] if seconds is None else [f"rung_{rung.number}_s: {seconds:.1f}"]
-            lines += [f"rung_{rung.number}_loss: {rung.val_loss:.4f}"]
-    else:
-        losses, times = [log.val_loss for log in logs], [log.train_time_s for log in logs]
-        baseline = baseline_in(folder)[0]
-        kind = "record" if len(logs) >= MIN_RECORD_RUNS and len(baseline) > 1 else "run"
-        lines = [f"kind: {kind}", f"time_s: {mean(times):.2f}", f"val_loss: {mean(losses):.4f}", f"n: {len(logs)}",
-                 *lines]
-        if first.target_loss is not None:
-            p = p_below(losses, first.target_loss)
-            lines += [f"target: {first.target_loss}"] + ([] if math.isnan(p) else [f"p: {p:.2g}"])
-        if baseline:
-            lines.append(f"ratio: {ratio(times, [log.train_time_s for log in baseline])[0]:.4f}")
-        if kind == "run":
-            lines.append("```\nThis is a plain measurement, " + NOT_A_RECORD + ".")
-    return "```claim\n" + "\n".join(lines) + ("" if "```" in lines[-1] else "\n```")
+    baseline = baseline_in(folder)[0]
+    losses, times = [log.val_loss for log in logs], [log.train_time_s for log in logs]
+    target = logs[0].target_loss
+    prints = " + ".join(str(mark) for mark, _ in logs[0].data_identity("val"))
+    is_record = len(logs) >= MIN_RECORD_RUNS and len(baseline) > 1
+    lines = [f'kind = "{"record" if is_record else "run"}"', f"time_s = {mean(times):.2f}",
+             f"val_loss = {mean(losses):.4f}", f"n = {len(logs)}", f'hardware = "{logs[0].hardware}"',
+             f'data = "{UNNAMED}, val {prints}"']
+    p = math.nan
+    if target is not None:
+        lines.append(f"target = {target}")
+        p = p_below(losses, target)
+    elif is_record:
+        lines.append(f'target = "{EQUAL_LOSS}"')
+        p = p_less(losses, [log.val_loss for log in baseline])
+    if not math.isnan(p):
+        lines.append(f"p = {p:.2g}")
+    if baseline:
+        lines.append(f"ratio = {ratio(times, [log.train_time_s for log in baseline])[0]:.4f}")
+    dense, tables = parameters_of(logs[0])
+    if dense is not None:
+        lines += [f"parameters_dense = {dense}", f"parameters_tables = {tables}"]
+    block = "```claim\n" + "\n".join(lines) + "\n```"
+    return block if is_record else f"{block}\nThis is a plain measurement, {NOT_A_RECORD}."
 
 
 def record_folders(records: Path = RECORDS) -> list[Path]:
@@ -586,24 +665,35 @@ def summary(reports) -> str:
     return "\n".join([TABLE_HEAD, *(report.row for report in reports if report.row and not report.refusals)])
 
 
-def table_in(readme: str) -> str:
-    """The table between the markers of records/README.md. Raises ClaimError when the markers are not there once."""
+def around_table(readme: str) -> tuple[str, str, str]:
+    """(text before, table, text after) of records/README.md. Raises ClaimError when a marker is not there
+    once."""
     if readme.count(TABLE_BEGIN) != 1 or readme.count(TABLE_END) != 1:
         raise ClaimError("records/README.md: the table's markers are not there exactly once")
-    return readme.split(TABLE_BEGIN)[1].split(TABLE_END)[0].strip("\n")
+    before, rest = readme.split(TABLE_BEGIN)
+    table, after = rest.split(TABLE_END)
+    return before, table.strip("\n"), after
 
 
 def write_table(table: str) -> None:
-    """Put the table between the markers of records/README.md. Raises ClaimError when they are not there once."""
+    """Put the table between the markers of records/README.md. Raises ClaimError when they are not there
+    once."""
     path = RECORDS / "README.md"
-    text = path.read_text(encoding="utf-8")
-    table_in(text)
-    before, after = text.split(TABLE_BEGIN)[0], text.split(TABLE_END)[1]
+    before, _, after = around_table(path.read_text(encoding="utf-8"))
     path.write_text(f"{before}{TABLE_BEGIN}\n{table}\n{TABLE_END}{after}", encoding="utf-8")
 
 
+def print_report(report: Report) -> None:
+    print(f"{report.folder.name} ({report.kind})")
+    for line in report.lines + [f"note: {note}" for note in report.notes]:
+        print(f"  {line}")
+    for line in report.refusals:
+        print(f"  refused: {line}")
+
+
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--draft", action="store_true", help="print a claim block computed from the logs")
@@ -623,19 +713,16 @@ def main(argv=None) -> int:
     except (LogError, ClaimError, NeedsScipy) as error:
         print(f"check: {error}", file=sys.stderr)
         return 1
-    short = options.summary or options.write_table
-    for report in reports:
-        if short:
+    refused = sum(bool(report.refusals) for report in reports)
+    if options.summary or options.write_table:
+        for report in reports:
             for line in report.refusals:
                 print(f"{report.folder.name}: refused: {line}", file=sys.stderr)
-        else:
-            print(f"{report.folder.name} ({report.kind})")
-            for line in report.lines + [f"note: {note}" for note in report.notes]:
-                print(f"  {line}")
-            for line in report.refusals:
-                print(f"  refused: {line}")
-    refused = sum(bool(report.refusals) for report in reports)
-    print(summary(reports) if short else f"folders checked: {len(reports)}, refused: {refused}")
+        print(summary(reports))
+    else:
+        for report in reports:
+            print_report(report)
+        print(f"folders checked: {len(reports)}, refused: {refused}")
     return 1 if refused else 0
 
 

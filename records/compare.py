@@ -3,9 +3,9 @@
     python records/compare.py A B          A and B: logs, folders of logs, or scripts (*.py: rooms only)
     python records/compare.py A B --diff   also print the changed lines, room by room
 
-Says which rooms of the script differ and by how many lines, which configuration values differ, and how B differs from A
-in loss (at equal steps and at equal timed seconds), step time, memory. Every difference is B minus A; intervals are 95%
-(Welch), and are there when both sides have two runs or more.
+Says which rooms of the script differ and by how many lines, which configuration values differ, and how B
+differs from A in loss (at equal steps and at equal timed seconds), step time, memory. Every difference is B
+minus A; intervals are 95% (Welch), and are there when both sides have two runs or more.
 """
 
 import argparse
@@ -40,7 +40,8 @@ def read_side(place: str) -> tuple[str, list[Log]]:
 
 
 def compare_rooms(source_a: str, source_b: str, show_lines: bool = False) -> list[str]:
-    """One line for each room that differs, with lines added and removed; then the changed lines if asked for."""
+    """One line for each room that differs, with lines added and removed; then the changed lines if asked
+    for."""
     if source_a == source_b:
         return ["source: the same"]
     rooms_a, rooms_b = rooms_of(source_a), rooms_of(source_b)
@@ -58,27 +59,35 @@ def compare_rooms(source_a: str, source_b: str, show_lines: bool = False) -> lis
         total[0] += plus
         total[1] += minus
         rooms += 1
-        title = title_b or title_a
-        renamed = f" (was {title_a})" if title_a and title_b and title_a != title_b else ""
-        only = "" if title_a and title_b else " (only in B)" if title_b else " (only in A)"
-        found.append(f"  {f'{key}. ' if key else ''}{title}{renamed}{only}: +{plus} -{minus}")
+        name = f"{key}. {title_b or title_a}" if key else title_b or title_a
+        if title_a is None:
+            name += " (only in B)"
+        elif title_b is None:
+            name += " (only in A)"
+        elif title_a != title_b:
+            name += f" (was {title_a})"
+        found.append(f"  {name}: +{plus} -{minus}")
         if show_lines:
             found += [f"      {line}" for line in changed]
-    return [f"source: {rooms} room{' differs' if rooms == 1 else 's differ'}, +{total[0]} -{total[1]} lines "
+    count = "1 room differs" if rooms == 1 else f"{rooms} rooms differ"
+    return [f"source: {count}, +{total[0]} -{total[1]} lines "
             f"({len(source_a.splitlines())} -> {len(source_b.splitlines())})", *found]
 
 
 def compare_configs(a: Log, b: Log) -> list[str]:
-    """One line for each configuration value that differs, and for what else must be equal for a fair comparison."""
+    """One line for each configuration value that differs, and for what else must be equal for a fair
+    comparison."""
     lines = []
     for key in sorted(a.config.keys() | b.config.keys()):
         left, right = a.config.get(key, "(absent)"), b.config.get(key, "(absent)")
         if left != right and key not in HARMLESS_OVERRIDES:
             lines.append(f"  {key}: {left} -> {right}")
-    lines = [f"configuration: values that differ: {len(lines)}", *lines] if lines else ["configuration: the same"]
+    head = f"configuration: values that differ: {len(lines)}" if lines else "configuration: the same"
+    lines = [head, *lines]
     versions_a, versions_b = a.header["versions"], b.header["versions"]
-    lines += [f"note: {key} {versions_a.get(key)} -> {versions_b.get(key)}"
-              for key in sorted(versions_a.keys() | versions_b.keys()) if versions_a.get(key) != versions_b.get(key)]
+    for key in sorted(versions_a.keys() | versions_b.keys()):
+        if versions_a.get(key) != versions_b.get(key):
+            lines.append(f"note: {key} {versions_a.get(key)} -> {versions_b.get(key)}")
     return lines + [f"note: {line}" for line in check.same_refusals([a, b], "between A and B")]
 
 
@@ -95,7 +104,8 @@ def _difference_line(what: str, a: list[float], b: list[float], digits: int = 4,
     """'what: mean A -> mean B, difference [interval]'."""
     delta, low, high = check.difference(a, b)
     interval = "" if math.isnan(low) else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
-    return f"{what}: {check.mean(a):.{digits}f} -> {check.mean(b):.{digits}f}{unit}, {delta:+.{digits}f}{interval}"
+    means = f"{check.mean(a):.{digits}f} -> {check.mean(b):.{digits}f}"
+    return f"{what}: {means}{unit}, {delta:+.{digits}f}{interval}"
 
 
 def compare_losses(a: list[Log], b: list[Log]) -> list[str]:
@@ -117,7 +127,7 @@ def compare_losses(a: list[Log], b: list[Log]) -> list[str]:
         lines.append(_difference_line(f"  at the end (step {' -> '.join(ends)})", [log.val_loss for log in a],
                                       [log.val_loss for log in b]))
     # Before the second validation the curve bends too much for a straight line to say anything.
-    start = max((log.validation[1] if len(log.validation) > 1 else log.validation[0]).seconds for log in a + b)
+    start = max(log.validation[:2][-1].seconds for log in a + b)
     end = min(log.validation[-1].seconds for log in a + b)
     if end > start:
         lines.append("  at equal timed seconds (linear between validations)")
@@ -131,7 +141,8 @@ def compare_losses(a: list[Log], b: list[Log]) -> list[str]:
         target = a[0].target_loss
         reached = [[log.seconds_to(target) for log in side] for side in (a, b)]
         if None not in reached[0] + reached[1]:
-            lines.append(_difference_line(f"  seconds to {target} (interpolated)", *reached, digits=2, unit=" s"))
+            what = f"  seconds to {target} (interpolated)"
+            lines.append(_difference_line(what, *reached, digits=2, unit=" s"))
         else:
             counts = [f"{sum(value is not None for value in side)} of {len(side)}" for side in reached]
             lines.append(f"  runs that pass {target}: {counts[0]} -> {counts[1]}")
@@ -145,22 +156,24 @@ def compare_costs(a: list[Log], b: list[Log]) -> list[str]:
         times = [[log.train_time_s for log in side] for side in (a, b)]
         lines.append(_difference_line("training time", *times, digits=2, unit=" s"))
         point, low, high = check.ratio(times[1], times[0])
-        lines.append(f"  ratio B / A {point:.4f}" + ("" if math.isnan(low) else f" [{low:.4f}, {high:.4f}] (Fieller)"))
+        interval = "" if math.isnan(low) else f" [{low:.4f}, {high:.4f}] (Fieller)"
+        lines.append(f"  ratio B / A {point:.4f}{interval}")
     if all(log.step_times_ms for log in a + b):
         for what, of_steps in (("mean step", statistics.fmean), ("median step", statistics.median)):
             lines.append(_difference_line(what, [of_steps(log.step_times_ms) for log in a],
                                           [of_steps(log.step_times_ms) for log in b], digits=2, unit=" ms"))
         lines.append("slow steps a run: " + " -> ".join(
             f"{check.mean([len(log.slow_steps) for log in side]):.1f}" for side in (a, b)))
-    for key, unit in (("peak_memory_mib", " MiB"), ("time_to_first_step_s", " s")):
+    for key, digits, unit in (("peak_memory_mib", 0, " MiB"), ("time_to_first_step_s", 1, " s")):
         values = [[log.result.get(key) for log in side if log.result] for side in (a, b)]
         if all(side and None not in side for side in values):
-            lines.append(_difference_line(key, *values, digits=0 if key == "peak_memory_mib" else 1, unit=unit))
+            lines.append(_difference_line(key, *values, digits=digits, unit=unit))
     return lines
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
     parser.add_argument("--diff", action="store_true", help="print the changed lines")

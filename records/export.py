@@ -17,12 +17,12 @@ Layout: one tensor for each parameter, under the name and in the shape that it h
     blocks.N.attention.gates            [heads, 16]: of the output
     blocks.N.up, .down                  [mlp_dim, model_dim]; down is transposed
     blocks.N.mlp_scale, .mix            [], [2]: of x and x0
-The record has 3.57 billion numbers, 3.22 of them in ngrams: 14.3 GB in float32, 7.1 GB in bfloat16. The signs of the
-n-grams are no parameter: GPT draws them with seed 1.
-Metadata (text): config (JSON of train_gpt.Config), tokenizer, step, run_id, source_sha256. load_example.py reads it.
+The record has 3.57 billion numbers, 3.22 of them in ngrams: 14.3 GB in float32, 7.1 GB in bfloat16. The signs
+of the n-grams are no parameter: GPT draws them with seed 1.
+Metadata (text): format ("pt"), config (JSON of train_gpt.Config), tokenizer, step, run_id, source_sha256.
+load_example.py reads it.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -43,20 +43,21 @@ def export(checkpoint, out, dtype: torch.dtype = torch.float32) -> dict:
     loaded = checkpoints.load_model(checkpoint, device="cpu", compile="off")
     tensors = {name: p.detach().to(dtype).clone().contiguous() for name, p in loaded.model.named_parameters()}
     run = loaded.facts["run"]
-    metadata = dict(config=json.dumps(run["config"]), tokenizer=str(run["data"].get("tokenizer") or ""),
-                    step=str(loaded.facts["step"]), run_id=run["run_id"], source_sha256=run["source_sha256"])
+    metadata = dict(format="pt", config=json.dumps(run["config"]),
+                    tokenizer=checkpoints.tokenizer_name(loaded) or "", step=str(loaded.facts["step"]),
+                    run_id=run["run_id"], source_sha256=run["source_sha256"])
     part = Path(f"{out}.tmp")
     try:
         save_file(tensors, part, metadata=metadata)
         part.replace(out)
-    except Exception as error:                               # the library has errors of its own beside OSError
+    except Exception as error:                           # the library has errors of its own beside OSError
         part.unlink(missing_ok=True)
         raise tg.Refusal(f"{out}: can't be written ({error})") from None
     return tensors
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = checkpoints.Arguments(description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("out")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

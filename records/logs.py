@@ -1,6 +1,6 @@
 """Reads the log of one run: the one parser that every tool in this folder shares.
 
-A log is three parts between two fences (a line of exactly 100 '='):
+A log is three parts between two fences (a line of exactly 100 '='; a source may hold such lines too):
 
     <source of the script that ran, verbatim>
     FENCE
@@ -9,9 +9,9 @@ A log is three parts between two fences (a line of exactly 100 '='):
     FENCE
     <events: step lines, notes, all step times, the result>
 
-`parse_log(path)` returns a `Log` or raises `LogError` with one readable line. A log without its result line (a run that
-was killed, or still runs) parses, with `result` None: pictures and comparisons may use it, the checker refuses it.
-Needs the standard library only.
+`parse_log(path)` returns a `Log` or raises `LogError` with one readable line. A log without its result line
+(a run that was killed, or still runs) parses, with `result` None: pictures and comparisons may use it, the
+checker refuses it. Needs the standard library only.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from pathlib import Path
 
 FENCE = "=" * 100
 FORMAT = 1
-HEADER_KEYS = ("format", "run_id", "config", "overrides", "argv", "source_sha256", "seed", "devices", "world_size",
-               "data", "versions", "git")
+HEADER_KEYS = ("format", "run_id", "config", "overrides", "argv", "source_sha256", "seed", "devices",
+               "world_size", "data", "versions", "git")
 # Overrides that change where a run reads, writes or splits its work, and never what it computes.
 HARMLESS_OVERRIDES = frozenset(
     ("seed", "log_dir", "micro_rows", "train_files", "val_files",
@@ -43,7 +43,8 @@ class LogError(Exception):
 
 @dataclass(frozen=True)
 class Point:
-    """One step line. Loss in nats per token; `fields` holds what else the line says (train_time and step_avg in ms)."""
+    """One step line. Loss in nats per token; `fields` holds what else the line says (train_time and step_avg
+    in ms)."""
     step: int
     num_steps: int
     loss: float
@@ -69,7 +70,7 @@ class Log:
     path: Path
     size_bytes: int
     source: bytes
-    source_sha256: str            # recomputed from `source`; the header's own claim is header["source_sha256"]
+    source_sha256: str            # recomputed from `source`; header["source_sha256"] is what the header says
     header: dict
     nvidia_smi: str
     validation: tuple[Point, ...]
@@ -93,7 +94,8 @@ class Log:
 
     @property
     def target_loss(self) -> float | None:
-        """The loss to reach, nats per token; None for a run that just runs to its end (0 in its configuration)."""
+        """The loss to reach, nats per token; None for a run that just runs to its end (0 in its
+        configuration)."""
         return self.config.get("target_loss") or None
 
     @property
@@ -106,12 +108,13 @@ class Log:
     @property
     def disqualifying_overrides(self) -> dict:
         """The overrides given by hand that change what is computed."""
-        return {key: value for key, value in self.header["overrides"].items() if key not in HARMLESS_OVERRIDES}
+        given = self.header["overrides"].items()
+        return {key: value for key, value in given if key not in HARMLESS_OVERRIDES}
 
     @property
     def recipe(self) -> tuple:
-        """What was computed: the source and every configuration value that is not harmless. Equal for seeds of one
-        idea."""
+        """What was computed: the source and every configuration value that is not harmless. Equal for seeds
+        of one idea."""
         config = {key: value for key, value in self.config.items() if key not in HARMLESS_OVERRIDES}
         return self.source_sha256, json.dumps(config, sort_keys=True)
 
@@ -145,13 +148,15 @@ class Log:
         return self.result.get("val_tokens") if self.result else self.config.get("val_tokens")
 
     def data_identity(self, split: str) -> tuple:
-        """((fingerprint, tokens), ...) of the files of 'train' or 'val': what they hold, not where they lie."""
+        """((fingerprint, tokens), ...) of the files of 'train' or 'val': what they hold, not where they
+        lie."""
         files = self.header["data"][split]["files"]
         return tuple((entry["fingerprint"], entry["tokens"]) for entry in files)
 
     def tokens_at(self, step: int) -> float:
-        """Tokens trained on after `step` steps: as logged (tokens:N on the line), else batch_tokens * step where that
-        agrees with the run's total, else the total spread evenly over the steps. NaN when the log can't say."""
+        """Tokens trained on after `step` steps: as logged (tokens:N on the line), else batch_tokens * step
+        where that agrees with the run's total, else the total spread evenly over the steps. NaN when the log
+        can't say."""
         for point in self.validation + self.training:
             if point.step == step and "tokens" in point.fields:
                 return point.fields["tokens"]
@@ -162,7 +167,8 @@ class Log:
         return math.nan if batch_tokens is None else float(batch_tokens * step)
 
     def seconds_to(self, loss: float) -> float | None:
-        """Timed seconds until the validation loss first passes `loss`, linear between validations; None if never."""
+        """Timed seconds until the validation loss first passes `loss`, linear between validations; None if
+        never."""
         previous = None
         for point in self.validation:
             if point.loss <= loss:
@@ -182,60 +188,91 @@ class Log:
             low = min(max(0, i - 10), max(0, len(times) - 21))
             usual = statistics.median(times[low:low + 21])
             if ms > 1.25 * usual and ms > usual + 0.5:
-                why = "first step" if i == 0 else "after validation" if i in validated else ""
+                why = "after validation" if i in validated else ""
+                if i == 0:
+                    why = "first step"
                 found.append(SlowStep(i + 1, ms, usual, why))
         return tuple(sorted(found, key=lambda slow: slow.usual_ms - slow.ms))
 
 
 def parse_log(path) -> Log:
-    """Read the log at `path`. Raises LogError (one line, names the file) for a file that is unreadable, foreign, cut
-    short before its events, or more than one log."""
+    """Read the log at `path`. Raises LogError (one line, names the file) for a file that is unreadable,
+    foreign, cut short before its events, or more than one log."""
     path = Path(path)
     try:
         blob = path.read_bytes()
     except OSError as error:
         raise LogError(f"{path.name}: can't be read ({error.strerror})") from None
-    lines = [line + b"\n" for line in blob.split(b"\n")]
-    fence = FENCE.encode()
-    at = [i for i, line in enumerate(lines) if line.rstrip(b"\r\n") == fence]
     if not blob:
         raise LogError(f"{path.name}: empty file")
-    if not at:
-        raise LogError(f"{path.name}: not a log of this project, or cut short in its source (no line of 100 '=')")
-    if len(at) == 1:
-        raise LogError(f"{path.name}: cut short before its events (only the first of two fences is there)")
-    if len(at) > 2:
-        raise LogError(f"{path.name}: {len(at)} fences instead of 2: more than one log in one file")
-    source = b"".join(lines[:at[0]])
+    lines = [line + b"\n" for line in blob.split(b"\n")]
+    first, second = _find_fences(path.name, lines)
+    source = b"".join(lines[:first])
     if not source.strip():
         raise LogError(f"{path.name}: holds no source before its first fence")
     try:
         source.decode("utf-8")
-        head = [line.decode("utf-8").rstrip("\r\n") for line in lines[at[0] + 1:at[1]]]
-        event_lines = [line.decode("utf-8").rstrip("\r\n") for line in lines[at[1] + 1:]]
+        head = [line.decode("utf-8").rstrip("\r\n") for line in lines[first + 1:second]]
+        event_lines = [line.decode("utf-8").rstrip("\r\n") for line in lines[second + 1:]]
     except UnicodeDecodeError:
         raise LogError(f"{path.name}: not UTF-8 text") from None
     header = _parse_header(path, head)
-    events = _parse_events(path, event_lines, first_line=at[1] + 2, cut=not blob.endswith(b"\n"))
-    return Log(path=path, size_bytes=len(blob), source=source, source_sha256=hashlib.sha256(source).hexdigest(),
-               header=header, nvidia_smi="\n".join(head[1:]), **events)
+    events = _parse_events(path, event_lines, first_line=second + 2, cut=not blob.endswith(b"\n"))
+    sha256 = hashlib.sha256(source).hexdigest()
+    return Log(path=path, size_bytes=len(blob), source=source, source_sha256=sha256, header=header,
+               nvidia_smi="\n".join(head[1:]), **events)
+
+
+def _find_fences(name: str, lines: list[bytes]) -> tuple[int, int]:
+    """Numbers of the lines that end the source and the header. Raises LogError when they are not there, or
+    more are.
+
+    A source may itself hold lines of 100 '='. The right one is that before which stands the source whose
+    sha256 the header behind it names; in a log without such a one, the first that has a header behind it.
+    """
+    fences = [i for i, line in enumerate(lines) if line.rstrip(b"\r\n") == FENCE.encode()]
+    if not fences:
+        raise LogError(f"{name}: not a log of this project, or cut short in its source (no line of 100 '=')")
+    with_header = []
+    for place, line_number in enumerate(fences):
+        header = _json_dict(lines[line_number + 1]) if line_number + 1 < len(lines) else None
+        if header is None:
+            continue
+        with_header.append(place)
+        if header.get("source_sha256") == hashlib.sha256(b"".join(lines[:line_number])).hexdigest():
+            with_header = [place]
+            break
+    first = with_header[0] if with_header else 0
+    after = len(fences) - first - 1
+    if after == 0:
+        raise LogError(f"{name}: cut short before its events (only the first of two fences is there)")
+    if after > 1:
+        raise LogError(f"{name}: {after + 1} fences instead of 2: more than one log in one file")
+    return fences[first], fences[first + 1]
+
+
+def _json_dict(line: bytes | str) -> dict | None:
+    """The JSON object on a line; None where there is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):                     # no JSON, or no UTF-8
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _parse_header(path: Path, head: list[str]) -> dict:
-    """The header dict from the lines between the fences, every key that the tools rely on present and of its kind."""
-    try:
-        header = json.loads(head[0]) if head else None
-    except json.JSONDecodeError:
-        header = None
-    if not isinstance(header, dict):
+    """The header dict from the lines between the fences, every key that the tools rely on present and of its
+    kind."""
+    header = _json_dict(head[0]) if head else None
+    if header is None:
         raise LogError(f"{path.name}: the line after the first fence is not a JSON header")
     missing = [key for key in HEADER_KEYS if key not in header]
     if missing:
         raise LogError(f"{path.name}: header lacks {', '.join(missing)}")
     if header["format"] != FORMAT:
         raise LogError(f"{path.name}: log format {header['format']}, these tools read format {FORMAT}")
-    for key, kind in (("config", dict), ("overrides", dict), ("devices", list), ("data", dict), ("argv", list),
-                      ("versions", dict), ("git", dict)):
+    for key, kind in (("config", dict), ("overrides", dict), ("devices", list), ("data", dict),
+                      ("argv", list), ("versions", dict), ("git", dict)):
         if not isinstance(header[key], kind):
             raise LogError(f"{path.name}: header's {key} is not a {kind.__name__}")
     for name, value in (("seed", header["seed"]), ("world_size", header["world_size"])):
@@ -255,7 +292,8 @@ def _parse_header(path: Path, head: list[str]) -> dict:
 
 
 def _need_numbers(where: str, values: dict, optional=(), required=()) -> None:
-    """Raises LogError unless the required values are numbers and the optional ones are numbers, null or absent."""
+    """Raises LogError unless the required values are numbers and the optional ones are numbers, null or
+    absent."""
     for key in (*required, *optional):
         value = values.get(key)
         if not isinstance(value, (int, float)) and (value is not None or key in required):
@@ -263,51 +301,56 @@ def _need_numbers(where: str, values: dict, optional=(), required=()) -> None:
 
 
 def _parse_events(path: Path, lines: list[str], first_line: int, cut: bool) -> dict:
-    """The fields of Log that come from the events. `cut`: the file ends inside a line, so its last line may be half a
-    line and counts only when it is a whole result."""
+    """The fields of Log that come from the events. `cut`: the file ends inside a line, so its last line may
+    be half a line and counts only when it is a whole result."""
     validation, training, notes, step_times, result, measured = [], [], [], (), None, []
-    last = len(lines) - 1
     for i, line in enumerate(lines):
-        half = cut and i == last
-        if not line.strip() or (half and not line.startswith("result:")):
+        is_half = cut and i == len(lines) - 1
+        if not line.strip() or (is_half and not line.startswith("result:")):
             continue
         where = f"{path.name}: line {first_line + i}"
         try:
             if line.startswith("step:"):
                 point, is_validation = _parse_step(line)
                 (validation if is_validation else training).append(point)
+                measured.append(line)
             elif line.startswith("step_times_ms:"):
                 if step_times:
                     raise LogError(f"{where}: a second step_times_ms line: more than one run in one file")
                 step_times = tuple(float(ms) for ms in json.loads(line.split(":", 1)[1]))
+                measured.append(line)
             elif line.startswith("result:"):
                 if result is not None:
                     raise LogError(f"{where}: a second result line: more than one run in one file")
-                result = json.loads(line.split(":", 1)[1])
-                if not isinstance(result, dict) or not isinstance(result.get("status"), str):
-                    raise LogError(f"{where}: result line has no status")
-                if result["status"] in ("failed", "refused"):       # a run that broke off has no result that counts
+                result = _parse_result(where, json.loads(line.split(":", 1)[1]))
+                if result is None:
                     notes.append(line)
-                    result = None
-                    continue
-                _need_numbers(f"{where} (result)", result, required=("step", "num_steps", "train_time_ms"),
-                              optional=("val_loss", "val_tokens", "tokens_trained", "step_avg_ms", "peak_memory_mib",
-                                        "time_to_first_step_s"))
             else:
                 notes.append(line)
         except (ValueError, TypeError):
-            if half:
-                continue
-            raise LogError(f"{where}: not an event this parser knows: {line[:60]}") from None
-        if line.startswith("step"):
-            measured.append(line)
+            if not is_half:
+                raise LogError(f"{where}: not an event this parser knows: {line[:60]}") from None
     for points in (validation, training):
         for before, after in zip(points, points[1:], strict=False):
             if after.step <= before.step:
-                raise LogError(f"{path.name}: step {after.step} follows step {before.step}: more than one run in it")
+                raise LogError(f"{path.name}: step {after.step} follows step {before.step}: "
+                               "more than one run in it")
     measured_sha256 = hashlib.sha256("\n".join(measured).encode()).hexdigest() if measured else None
-    return dict(validation=tuple(validation), training=tuple(training), notes=tuple(notes), step_times_ms=step_times,
-                result=result, measured_sha256=measured_sha256)
+    return dict(validation=tuple(validation), training=tuple(training), notes=tuple(notes),
+                step_times_ms=step_times, result=result, measured_sha256=measured_sha256)
+
+
+def _parse_result(where: str, result) -> dict | None:
+    """The checked result; None for that of a run that broke off, which has no result that counts. Raises
+    LogError."""
+    if not isinstance(result, dict) or not isinstance(result.get("status"), str):
+        raise LogError(f"{where}: result line has no status")
+    if result["status"] in ("failed", "refused"):
+        return None
+    _need_numbers(f"{where} (result)", result, required=("step", "num_steps", "train_time_ms"),
+                  optional=("val_loss", "val_tokens", "tokens_trained", "step_avg_ms", "peak_memory_mib",
+                            "time_to_first_step_s"))
+    return result
 
 
 def _parse_step(line: str) -> tuple[Point, bool]:
@@ -323,7 +366,8 @@ def _parse_step(line: str) -> tuple[Point, bool]:
 
 
 def logs_in(place) -> tuple[list[Log], list[str]]:
-    """Logs of a file, or of a folder's own *.txt files in name order, and one line for each that is no log."""
+    """Logs of a file, or of a folder's own *.txt files in name order, and one line for each that is no
+    log."""
     place = Path(place)
     paths = sorted(place.glob("*.txt")) if place.is_dir() else [place]
     logs, problems = [], []
@@ -336,9 +380,9 @@ def logs_in(place) -> tuple[list[Log], list[str]]:
 
 
 def read_places(places) -> list[tuple[str, list[Log]]]:
-    """[(label, logs)] for files and folders; a folder's baseline/ sub-folder follows as a group of its own, and logs of
-    different sources or configurations in one folder are groups of their own. Raises LogError when a place holds no log
-    or a broken one."""
+    """[(label, logs)] for files and folders; a folder's baseline/ sub-folder follows as a group of its own,
+    and logs of different sources or configurations in one folder are groups of their own. Raises LogError
+    when a place holds no log or a broken one."""
     groups = []
     for place in map(Path, places):
         subfolders = [place / "baseline"] if (place / "baseline").is_dir() else []
@@ -359,12 +403,14 @@ def read_places(places) -> list[tuple[str, list[Log]]]:
 
 
 def rooms_of(source: str) -> dict[str, tuple[str, list[str]]]:
-    """{'3': ('Kernels', lines)}: the rooms of a script, each announced by a rule line and '# N. Title'. Lines before
-    the first room are room ''. A room number that comes twice gets a suffix: 3, 3+."""
+    """{'3': ('Kernels', lines)}: the rooms of a script, each announced by a rule line and '# N. Title'. Lines
+    before the first room are room ''. A room number that comes twice gets a suffix: 3, 3+."""
     rooms, lines = {"": ("top of file", [])}, source.splitlines()
     key = ""
     for i, line in enumerate(lines):
-        following = _ROOM_LINE.fullmatch(lines[i + 1]) if i + 1 < len(lines) and _RULE_LINE.fullmatch(line) else None
+        following = None
+        if i + 1 < len(lines) and _RULE_LINE.fullmatch(line):
+            following = _ROOM_LINE.fullmatch(lines[i + 1])
         if following:
             key = following[1]
             while key in rooms:

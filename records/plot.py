@@ -1,28 +1,35 @@
-"""Draws runs: validation loss against seconds and tokens, step times with the slow ones named; or a ladder.
+"""Draws runs: validation loss against seconds and tokens, step times with the slow ones named; or a scaling
+table.
 
-    python records/plot.py FOLDER... [-o runs.png]          folders and logs; a baseline/ sub-folder is drawn as well
-    python records/plot.py --ladder FOLDER [-o ladder.png]  seconds to the target rung by rung, and the published times
+    python records/plot.py FOLDER... [-o runs.png]      folders and logs; a baseline/ sub-folder is drawn too
+    python records/plot.py --scaling=TABLE.csv [--target=3.28] [-o scaling.png]    two recipes at several sizes
 
-Several runs of one folder become their mean and a band from the lowest to the highest. Colours are those of Okabe and
-Ito, told apart by line style too; pictures are made to be read at 800 pixels of width.
+TABLE.csv has a line for each recipe at each size; what has no log is named a figure, and drawn hollow:
+
+    recipe,size,log,gpu_seconds,loss
+    record 20,124M,2027-01-31_Base/*.txt,,
+    record 20,350M,figure,5200,3.02
+
+Several runs of one folder become their mean and a band from the lowest to the highest. Colours are those of
+Okabe and Ito, told apart by line style too; pictures are made to be read at 800 pixels of width.
 """
 
 import argparse
+import csv
 import math
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from records import check  # noqa: E402
-from records.logs import Log, LogError, read_places  # noqa: E402
+from records.logs import Log, LogError, parse_log, read_places  # noqa: E402
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK)   # yellow is too pale for lines on white
 STYLES = ("-", "--", "-.", ":")
-PUBLISHED_MINUTES = {1: 22.3, 2: 15.2, 3: 10.8, 4: 8.2, 5: 2.99}   # of the public race, 8 x H100, loss 3.28
 SLOW_NAMED = 4            # slow steps named for each group
 WIDTH_INCHES, DPI = 8, 150
 FONT = {"font.size": 10, "axes.titlesize": 10.5, "axes.spines.top": False, "axes.spines.right": False,
@@ -47,7 +54,8 @@ def pyplot():
 
 
 def mean_curve(logs: list[Log]) -> dict[str, list[float]]:
-    """Mean validation curve at the steps that all runs validated: lists seconds, tokens, loss, low, high (of loss)."""
+    """Mean validation curve at the steps that all runs validated: lists seconds, tokens, loss, low, high (of
+    loss)."""
     at = [{point.step: point for point in log.validation} for log in logs]
     curve = {key: [] for key in ("seconds", "tokens", "loss", "low", "high")}
     for step in sorted(set.intersection(*map(set, at))):
@@ -63,8 +71,8 @@ def mean_curve(logs: list[Log]) -> dict[str, list[float]]:
 
 
 def loss_limits(curves, target: float | None) -> tuple[float, float]:
-    """Lower and upper end of the loss axis. The upper end leaves out the fall from the random start: it lies a little
-    above where the curves are after a third of their validations."""
+    """Lower and upper end of the loss axis. The upper end leaves out the fall from the random start: it lies
+    a little above where the curves are after a third of their validations."""
     low = min([*(min(curve["low"]) for curve in curves), *([target] if target is not None else [])])
     tails = [curve["high"][min(len(curve["high"]) - 1, max(1, len(curve["high"]) // 3)):] for curve in curves]
     high = max(max(tail) for tail in tails)
@@ -93,7 +101,8 @@ def draw_runs(groups: list[tuple[str, list[Log]]]):
             x = [value / scale for value in curve[key]]
             axes.plot(x, curve["loss"], marker="o", markersize=3.5, label=name, **look)
             if len(logs) > 1:
-                axes.fill_between(x, curve["low"], curve["high"], color=look["color"], alpha=0.25, linewidth=0)
+                axes.fill_between(x, curve["low"], curve["high"], color=look["color"], alpha=0.25,
+                                  linewidth=0)
     low, high = loss_limits(curves, target)
     by_time.set_ylim(low, high)
     for axes in (by_time, by_tokens):
@@ -101,7 +110,8 @@ def draw_runs(groups: list[tuple[str, list[Log]]]):
         if target is not None:
             axes.axhline(target, color=BLACK, linewidth=1, linestyle=(0, (1, 1.5)))
     if target is not None:
-        by_time.annotate(f"target {target:g}", (0, target), xytext=(4, 3), textcoords="offset points", fontsize=9.5)
+        by_time.annotate(f"target {target:g}", (0, target), xytext=(4, 3), textcoords="offset points",
+                         fontsize=9.5)
     by_time.set(xlabel="timed training seconds", ylabel="validation loss (nats per token)")
     by_tokens.set(xlabel="training tokens (millions)")
     by_tokens.tick_params(labelleft=False)
@@ -116,8 +126,9 @@ def draw_runs(groups: list[tuple[str, list[Log]]]):
 
 
 def draw_steps(axes, groups) -> None:
-    """Step times of the first run of each group, its slowest steps named in rows above the traces. A step over twice
-    the usual time is cut at the top of the traces, marked with a triangle, and still named with its own number."""
+    """Step times of the first run of each group, its slowest steps named in rows above the traces. A step
+    over twice the usual time is cut at the top of the traces, marked with a triangle, and still named with
+    its own number."""
     shown = [(i, logs[0]) for i, (_, logs) in enumerate(groups) if logs[0].step_times_ms]
     axes.set(xlabel="step", ylabel="step time (ms)")
     axes.set_title("step times of each group's first run", loc="left")
@@ -132,13 +143,16 @@ def draw_steps(axes, groups) -> None:
     named = []
     for i, log in shown:
         colour = COLOURS[i % len(COLOURS)]
-        axes.plot(range(1, len(log.step_times_ms) + 1), [min(ms, ceiling) for ms in log.step_times_ms], color=colour,
-                  linewidth=1)
+        shown_ms = [min(ms, ceiling) for ms in log.step_times_ms]
+        axes.plot(range(1, len(shown_ms) + 1), shown_ms, color=colour, linewidth=1)
         named += [(slow, colour) for slow in log.slow_steps[:SLOW_NAMED]]
-    row_ends: list[float] = []   # where the labels of each row end so far: a label takes the lowest row with room
+    row_ends: list[float] = []   # where the labels of each row end so far; a label takes the lowest with room
     row_height = 0.13 * span
     for slow, colour in sorted(named, key=lambda pair: (pair[0].step, pair[0].ms)):
-        text = f"step {slow.step}: {slow.ms:,.{0 if slow.ms >= 100 else 1}f} ms{slow.why and f', {slow.why}'}"
+        digits = 0 if slow.ms >= 100 else 1
+        text = f"step {slow.step}: {slow.ms:,.{digits}f} ms"
+        if slow.why:
+            text += f", {slow.why}"
         width = last * 0.0125 * len(text)
         leftwards = slow.step + width > last and slow.step > width
         start = slow.step - width if leftwards else slow.step
@@ -147,7 +161,8 @@ def draw_steps(axes, groups) -> None:
         height, foot = min(slow.ms, ceiling), ceiling + 0.08 * span + row * row_height
         axes.plot([slow.step] * 2, [height, foot], color=colour, linewidth=0.8, linestyle=":")
         axes.plot([slow.step], [height], marker="^" if slow.ms > ceiling else "o", markersize=5, color=colour)
-        axes.text(slow.step, foot, text, fontsize=9, color=colour, va="bottom", ha="right" if leftwards else "left",
+        axes.text(slow.step, foot, text, fontsize=9, color=colour, va="bottom",
+                  ha="right" if leftwards else "left",
                   bbox=dict(facecolor="white", edgecolor="none", pad=0.6))
     axes.set_xlim(0, last * 1.01)
     axes.set_ylim(max(0.0, min(usual) - 0.12 * span), ceiling + (0.08 + 0.13 * len(row_ends)) * span)
@@ -156,99 +171,151 @@ def draw_steps(axes, groups) -> None:
         axes.set_title(f"step times of each group's first run (slow steps named{most})", loc="left")
 
 
-def draw_ladder(folder: Path):
-    """Figure of one ladder folder: seconds to its target for every rung, and the same relative to rung 1 beside the
-    published minutes."""
-    plt = pyplot()
-    rungs, problems = check.rungs_of(folder)
-    if problems or not rungs:
-        raise PlotError(f"{folder.name}: {problems[0] if problems else 'no rungs'}")
+# --------------------------------------------------------------------------------------------------- scaling
+
+@dataclass(frozen=True)
+class Scale:
+    """One recipe at one size, from a line of a scaling table. `is_figure`: it stands there as numbers, no
+    log."""
+    recipe: str
+    size: str
+    gpu_seconds: float
+    loss: float
+    is_figure: bool
+
+
+def read_scaling(table: Path) -> dict[str, list[Scale]]:
+    """{recipe: its points, cheapest first} of a CSV table with the columns recipe, size, log, gpu_seconds,
+    loss.
+
+    `log` is a pattern of logs, from the table's folder (their means count, seconds times GPUs), or the word
+    `figure`; then gpu_seconds and loss stand in the line. Raises PlotError, and LogError for a log that can't
+    be read.
+    """
     try:
-        target = float(check.read_claim(folder)["target"])
-    except (check.ClaimError, KeyError, ValueError):
-        raise PlotError(f"{folder.name}: README.md has no claim block with a target") from None
-    seconds = [rung.seconds_to(target) for rung in rungs]
-    reached = [value for value in seconds if value is not None]
-    if not reached:
-        raise PlotError(f"{folder.name}: no rung reaches the target {target}")
-    figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH_INCHES, 7.2), dpi=DPI, sharex=True, layout="constrained",
-                                          height_ratios=(1, 1))
-    places = list(range(len(rungs)))
-    _staircase(above, places, seconds, BLUE, "-")
-    for x, rung, value in zip(places, rungs, seconds, strict=True):
-        if value is None:
-            above.annotate(f"not reached\n(ends at {rung.val_loss:.3f})", (x, max(reached)), ha="center", va="bottom",
-                           fontsize=9.5, color=RED)
+        with open(table, encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file, skipinitialspace=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise PlotError(f"{table}: can't be read as a table ({error})") from None
+    recipes: dict[str, list[Scale]] = {}
+    for number, row in enumerate(rows, 2):
+        if not all(row.get(column) for column in ("recipe", "size", "log")):
+            raise PlotError(f"{table}: line {number} lacks recipe, size or log")
+        if row["log"] == "figure":
+            point = _figure_of(row, f"{table}: line {number}")
         else:
-            above.annotate(f"{value:.0f} s", (x, value), xytext=(0, 4), textcoords="offset points", ha="center",
-                           fontsize=10.5, color=BLUE, fontweight="bold")
-    above.set_xlim(-0.5, len(rungs) - 0.5)
-    above.set_ylim(0, 1.2 * max(reached))
-    runs = {len(rung.logs) for rung in rungs}
-    above.set_ylabel("timed training seconds")
-    above.set_title(f"measured here: seconds to validation loss {target:g}, {rungs[0].logs[0].hardware}, "
-                    f"n = {' to '.join(map(str, sorted({min(runs), max(runs)})))} a rung", loc="left")
-    above.grid(axis="x", visible=False)
-    ours = {rung.number: value for rung, value in zip(rungs, seconds, strict=True)}
-    first = ours.get(1)
-    published = [PUBLISHED_MINUTES.get(rung.number) for rung in rungs]
-    relative_published = [None if minutes is None else 100 * minutes / PUBLISHED_MINUTES[1] for minutes in published]
-    _staircase(below, places, relative_published, ORANGE, "--", "published (8 x H100, loss 3.28)")
-    relative_ours = [None if value is None or first is None else 100 * value / first for value in seconds]
-    _staircase(below, places, relative_ours, BLUE, "-", "measured here")
-    for x, own, other, minutes in zip(places, relative_ours, relative_published, published, strict=True):
-        own_above = own is not None and (other is None or own >= other)
-        if own is not None:
-            below.annotate(f"{own:.0f}%", (x, own), xytext=(0, 4 if own_above else -5), textcoords="offset points",
-                           ha="center", va="bottom" if own_above else "top", color=BLUE, fontsize=10, fontweight="bold")
-        if other is not None:
-            below.annotate(f"{other:.0f}% ({minutes:g} min)", (x, other), xytext=(0, -5 if own_above else 4),
-                           textcoords="offset points", ha="center", va="top" if own_above else "bottom", fontsize=9.5,
-                           color="#8a5f00")
-    highest = max([100.0, *(value for value in relative_ours if value is not None)])
-    below.set_ylim(0, 1.2 * highest)
-    below.set_ylabel("time relative to rung 1 (%)")
-    below.set_title("relative to rung 1, beside the public race", loc="left")
-    below.set_xticks(places, [f"{rung.number}\n{_two_lines(rung.title)}" for rung in rungs])
-    below.set_xlabel("rung (each keeps what the ones before it changed)")
-    below.legend(loc="upper right")
-    below.grid(axis="x", visible=False)
+            point = _point_of_logs(row, table)
+        recipes.setdefault(point.recipe, []).append(point)
+    if len(recipes) != 2:
+        raise PlotError(f"{table}: holds {len(recipes)} recipes ({', '.join(recipes)}), expected two")
+    return {recipe: sorted(points, key=lambda point: point.gpu_seconds) for recipe, points in recipes.items()}
+
+
+def _figure_of(row: dict, where: str) -> Scale:
+    try:
+        gpu_seconds, loss = float(row["gpu_seconds"]), float(row["loss"])
+    except (TypeError, ValueError):
+        raise PlotError(f"{where} is a figure without numbers for gpu_seconds and loss") from None
+    if not (0 < gpu_seconds < math.inf and math.isfinite(loss)):
+        raise PlotError(f"{where}: gpu_seconds {gpu_seconds} and loss {loss}, expected finite ones, seconds "
+                        "above 0")
+    return Scale(row["recipe"], row["size"], gpu_seconds, loss, True)
+
+
+def _point_of_logs(row: dict, table: Path) -> Scale:
+    paths = sorted(table.parent.glob(row["log"]))
+    if not paths:
+        raise PlotError(f"{table}: no log matches {row['log']}")
+    logs = [parse_log(path) for path in paths]
+    unfinished = [log.path.name for log in logs if not log.finished]
+    if unfinished:
+        raise PlotError(f"{table}: {unfinished[0]} is no finished run")
+    gpu_seconds = statistics.fmean(log.train_time_s * log.header["world_size"] for log in logs)
+    loss = statistics.fmean(log.val_loss for log in logs)
+    return Scale(row["recipe"], row["size"], gpu_seconds, loss, False)
+
+
+def gpu_seconds_to(points: list[Scale], loss: float) -> float | None:
+    """GPU-seconds that a recipe needs to a loss, on straight lines between its points over the logarithm of
+    GPU-seconds; None outside of what they reach."""
+    for before, after in zip(points, points[1:], strict=False):
+        if before.loss >= loss >= after.loss and before.loss > after.loss:
+            share = (before.loss - loss) / (before.loss - after.loss)
+            return before.gpu_seconds * (after.gpu_seconds / before.gpu_seconds) ** share
+    return None
+
+
+def scaling_ratios(first: list[Scale], second: list[Scale], target: float | None
+                   ) -> list[tuple[float, float, float]]:
+    """[(loss, GPU-seconds of the first recipe, those of the second to the same loss / those)]: at the losses
+    of all points and at the target, wherever both recipes reach the loss."""
+    losses = [point.loss for point in first + second]
+    if target is not None:
+        losses.append(target)
+    found = []
+    for loss in sorted(set(losses), reverse=True):
+        ours, theirs = gpu_seconds_to(first, loss), gpu_seconds_to(second, loss)
+        if ours is not None and theirs is not None:
+            found.append((loss, ours, theirs / ours))
+    return found
+
+
+def draw_scaling(recipes: dict[str, list[Scale]], target: float | None = None):
+    """Figure of two recipes, 800 pixels wide: loss against GPU-seconds, a point for each size, and beneath it
+    the second recipe's GPU-seconds to equal loss in parts of the first one's. Points without a log are
+    hollow."""
+    plt = pyplot()
+    figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH_INCHES, 6.4), dpi=800 / WIDTH_INCHES,
+                                          sharex=True, layout="constrained", height_ratios=(1.6, 1))
+    for (recipe, points), colour, style in zip(recipes.items(), COLOURS, STYLES):
+        above.plot([point.gpu_seconds for point in points], [point.loss for point in points], color=colour,
+                   linestyle=style, label=recipe)
+        for point in points:
+            above.plot([point.gpu_seconds], [point.loss], marker="o", markersize=7, color=colour,
+                       markerfacecolor="white" if point.is_figure else colour)
+            above.annotate(point.size, (point.gpu_seconds, point.loss), xytext=(6, 5),
+                           textcoords="offset points", color=colour)
+    if any(point.is_figure for points in recipes.values() for point in points):
+        above.plot([], [], marker="o", linestyle="", color=BLACK, markerfacecolor="white",
+                   label="a figure, no log")
+    if target is not None:
+        above.axhline(target, color=BLACK, linewidth=1, linestyle=(0, (1, 1.5)), label=f"target {target:g}")
+    above.set(xscale="log", ylabel="validation loss (nats per token)")
+    above.legend(loc="upper right")
+    (first_name, first), (second_name, second) = recipes.items()
+    ratios = scaling_ratios(first, second, target)
+    if ratios:
+        below.plot([seconds for _, seconds, _ in ratios], [share for *_, share in ratios], marker="o",
+                   color=BLACK)
+        below.axhline(1, color="#888888", linewidth=1)
+        below.set_ylim(0, 1.25 * max(1.0, *(share for *_, share in ratios)))
+    else:
+        below.text(0.5, 0.5, "no loss that both recipes reach", transform=below.transAxes, ha="center")
+    for i, (loss, seconds, share) in enumerate(ratios):      # in turn above and below: neighbours lie close
+        is_above = i % 2 == 0
+        below.annotate(f"{share:.3f} at {loss:.3f}", (seconds, share), xytext=(0, 7 if is_above else -7),
+                       textcoords="offset points", fontsize=9, ha="center",
+                       va="bottom" if is_above else "top")
+    below.set(xlabel=f"GPU-seconds (beneath: of {first_name})", ylabel="ratio at equal loss")
+    below.set_title(f"GPU-seconds of {second_name} / those of {first_name}, at equal loss", loc="left")
     return figure
 
 
-def _two_lines(title: str) -> str:
-    """A title broken near its middle if it is long."""
-    words = title.split()
-    if len(title) <= 13 or len(words) < 2:
-        return title
-    cut = min(range(1, len(words)), key=lambda k: abs(len(" ".join(words[:k])) - len(" ".join(words[k:]))))
-    return " ".join(words[:cut]) + "\n" + " ".join(words[cut:])
-
-
-def _staircase(axes, places, values, colour, style, label=None) -> None:
-    """One flat tread around each place, joined by risers; no tread where the value is None."""
-    xs, ys = [], []
-    for x, value in zip(places, values, strict=True):
-        xs += [x - 0.5, x + 0.5]
-        ys += [math.nan if value is None else value] * 2
-    axes.plot(xs, ys, color=colour, linestyle=style, linewidth=2.2, label=label, solid_joinstyle="miter")
-
-
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("places", nargs="+", metavar="FOLDER", help="folders of logs, or single logs")
-    parser.add_argument("-o", "--output", type=Path, help="the PNG to write (default runs.png or ladder.png)")
-    parser.add_argument("--ladder", action="store_true", help="draw the one folder as a ladder")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("places", nargs="*", metavar="FOLDER", help="folders of logs, or single logs")
+    parser.add_argument("-o", "--output", type=Path, help="the PNG to write (runs.png or scaling.png)")
+    parser.add_argument("--scaling", type=Path, metavar="TABLE",
+                        help="draw this table (CSV: recipe, size, log, gpu_seconds, loss)")
+    parser.add_argument("--target", type=float, help="with --scaling: the loss to draw a line at")
     options = parser.parse_args(argv)
-    if options.ladder and len(options.places) != 1:
-        parser.error("--ladder draws one folder")
-    output = options.output or Path("ladder.png" if options.ladder else "runs.png")
+    if bool(options.places) == bool(options.scaling):
+        parser.error("expected folders of logs, or --scaling=TABLE")
+    output = options.output or Path("scaling.png" if options.scaling else "runs.png")
     try:
-        if options.ladder:
-            folder = Path(options.places[0]).resolve()
-            if not folder.is_dir():
-                raise PlotError(f"{folder}: no such folder")
-            figure = draw_ladder(folder)
+        if options.scaling:
+            figure = draw_scaling(read_scaling(options.scaling), options.target)
         else:
             figure = draw_runs(read_places(options.places))
         figure.savefig(output)

@@ -5,8 +5,9 @@
     python records/replay.py LOG --nproc=1                another number of ranks
     python records/replay.py LOG --write attempts/it.py   only write the source
 
-The source's sha256 must be the one in the header. To run, it is written to attempts/replay_<sha>.py (git-ignored), and
-exactly that file is started, in the root of the repository. The exit status is the run's own (2: nothing was run).
+The source's sha256 must be the one in the header. To run, it is written to attempts/replay_<sha>.py
+(git-ignored), and exactly that file is started, in the root of the repository. The exit status is the run's
+own (2: nothing was run).
 """
 
 import argparse
@@ -25,8 +26,9 @@ NOT_REPLAYED = ("log_dir",)   # a replay's log belongs with new logs, not into t
 
 
 def visible_gpus() -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES, one for each GPU that a child process would see: those in CUDA_VISIBLE_DEVICES if
-    it is set, else what nvidia-smi lists. Imports no torch and starts nothing on a device."""
+    """Names for CUDA_VISIBLE_DEVICES, one for each GPU that a child process would see: those in
+    CUDA_VISIBLE_DEVICES if it is set, else what nvidia-smi lists. Imports no torch and starts nothing on a
+    device."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
@@ -58,9 +60,11 @@ def key_of(argument: str) -> str:
 
 
 def arguments_of(log: Log, further: list[str]) -> list[str]:
-    """The command line arguments of the logged run: its preset, also where that was the default of the machine, and its
-    overrides as they were typed where the header's argv has them; `further` arguments win over them."""
-    typed = {key_of(item): item for item in map(str, log.header["argv"]) if item.startswith("--") and "=" in item}
+    """The command line arguments of the logged run: its preset, also where that was the default of the
+    machine, and its overrides as they were typed where the header's argv has them; `further` arguments win
+    over them."""
+    words = map(str, log.header["argv"])
+    typed = {key_of(word): word for word in words if word.startswith("--") and "=" in word}
     given = {"preset": f"--preset={log.config['preset']}"} if "preset" in log.config else {}
     given |= {key: typed.get(key, f"--{key}={value}") for key, value in log.header["overrides"].items()}
     new = {key_of(item) for item in further}
@@ -68,8 +72,8 @@ def arguments_of(log: Log, further: list[str]) -> list[str]:
 
 
 def write_source(log: Log, path: Path) -> None:
-    """Write the log's source to `path`, byte for byte. Raises LogError when its sha is wrong or `path` holds something
-    else."""
+    """Write the log's source to `path`, byte for byte. Raises LogError when its sha is wrong or `path` holds
+    something else."""
     if not log.sha_matches:
         raise LogError(f"{log.path.name}: the embedded source is not the one that its header names (sha256 "
                        f"{log.source_sha256[:12]}, header {str(log.header['source_sha256'])[:12]})")
@@ -86,10 +90,12 @@ def main(argv=None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
     own, further = argv[:cut], argv[cut + 1:]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", metavar="LOG")
     parser.add_argument("--write", metavar="FILE", type=Path, help="only write the source to FILE")
-    parser.add_argument("--nproc", type=int, help="number of ranks (default: the log's, if that many GPUs are here)")
+    parser.add_argument("--nproc", type=int,
+                        help="number of ranks (default: the log's, if that many GPUs are here)")
     options = parser.parse_args(own)
     try:
         log = parse_log(options.log)

@@ -1,18 +1,18 @@
 """Runs n seeds of a script into one folder, one after another or one per GPU at a time, and sums them up.
 
     python records/seeds.py --n=6                                 seeds 1..6 of train_gpt.py, each on all GPUs
-    python records/seeds.py --n=6 --nproc=1 attempts/my_idea.py --preset=sprint      (the sprint is for one GPU)
-    python records/seeds.py --n=6 --gpus attempts/my_idea.py      one seed per GPU at a time (--gpus=0,2 names them)
+    python records/seeds.py --n=6 --nproc=1 attempts/my_idea.py --preset=sprint    (the sprint is for one GPU)
+    python records/seeds.py --n=6 --gpus attempts/my_idea.py    one seed per GPU at a time (--gpus=0,2 names them)
     python records/seeds.py --n=6 --baseline=train_gpt.py attempts/my_idea.py
-                                                                  each seed of the baseline right after the idea's
+                                                                each seed of the baseline right after the idea's
 
-Own options: --n, --first=1 (first seed), --out=FOLDER (default logs/seeds_<script>), --gpus, --nproc (ranks per run),
---baseline=SCRIPT (its logs go to FOLDER/baseline/). Every other --key=value goes to the script, which is also given
---seed and --log_dir.
+Own options: --n, --first=1 (first seed), --out=FOLDER (default logs/seeds_<script>), --gpus, --nproc (ranks
+per run), --baseline=SCRIPT (its logs go to FOLDER/baseline/). Every other --key=value goes to the script,
+which is also given --seed and --log_dir.
 
-A seed that already has a finished log of the same source and arguments in the folder is skipped, so a stopped campaign
-goes on where it was. Logs of runs that did not finish move to FOLDER/unfinished/ and their seeds run again. The exit
-status is 0 only when every seed of every arm has a finished log (130: interrupted).
+A seed that already has a finished log of the same source and arguments in the folder is skipped, so a stopped
+campaign goes on where it was. Logs of runs that did not finish move to FOLDER/unfinished/ and their seeds run
+again. The exit status is 0 only when every seed of every arm has a finished log (130: interrupted).
 """
 
 import argparse
@@ -52,13 +52,18 @@ class Arm:
         return {log.seed: log for log in logs_in(self.folder)[0] if log.finished and not log.resumed}
 
     def prepare(self) -> None:
-        """Move what did not finish out of the way. Raises SeedsError when the folder holds runs of something else."""
+        """Move what did not finish out of the way. Raises SeedsError when the folder holds runs of something
+        else."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        sha, mine, finished = hashlib.sha256(self.script.read_bytes()).hexdigest(), telling(self.args), self.finished()
+        sha256 = hashlib.sha256(self.script.read_bytes()).hexdigest()
+        our_args, finished = telling(self.args), self.finished()
         for log in finished.values():
-            theirs = telling(map(str, log.header["argv"]))
-            if log.source_sha256 != sha or theirs != mine:
-                what = "another source" if theirs == mine else f"other arguments ({' '.join(sorted(theirs)) or 'none'})"
+            their_args, what = telling(map(str, log.header["argv"])), ""
+            if their_args != our_args:
+                what = f"other arguments ({' '.join(sorted(their_args)) or 'none'})"
+            elif log.source_sha256 != sha256:
+                what = "another source"
+            if what:
                 raise SeedsError(f"{self.folder} holds a run of {what}, {log.path.name}: choose another --out")
         whole = {log.path for log in finished.values()}
         for path in sorted(self.folder.glob("*.txt")):
@@ -77,7 +82,8 @@ def telling(words) -> set[str]:
 
 
 class Campaign:
-    """Runs jobs on one or several slots (a slot is the environment of one run at a time) and remembers what failed."""
+    """Runs jobs on one or several slots (a slot is the environment of one run at a time) and remembers what
+    failed."""
 
     def __init__(self, jobs: list[tuple[Arm, int]], slots: list[dict[str, str]], num_ranks: int):
         self.jobs, self.slots, self.num_ranks = queue.SimpleQueue(), slots, num_ranks
@@ -141,8 +147,8 @@ class Campaign:
         if code == 0 and log:
             if output:
                 output.unlink()
-            print(f"seeds: {arm.name} seed {seed}: val_loss {log.val_loss:.4f}, {log.train_time_s:.2f} s timed, done "
-                  f"{seconds}", flush=True)
+            print(f"seeds: {arm.name} seed {seed}: val_loss {log.val_loss:.4f}, {log.train_time_s:.2f} s "
+                  f"timed, done {seconds}", flush=True)
             return
         why = f"exit status {code}" if code else f"no finished log for this seed in {arm.folder}"
         if output:
@@ -154,12 +160,13 @@ class Campaign:
 
 def plan(argv: list[str]) -> tuple[list[Arm], list[int], list[dict[str, str]], int]:
     """Command line -> (arms, seeds, slots, ranks per run). Raises SeedsError."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, required=True, help="number of seeds")
     parser.add_argument("--first", type=int, default=1, help="first seed")
     parser.add_argument("--out", type=Path, help="folder for the logs")
-    parser.add_argument("--gpus", nargs="?", const="all", help="one seed per GPU at a time; --gpus=0,2 names them")
+    parser.add_argument("--gpus", nargs="?", const="all",
+                        help="one seed per GPU at a time; --gpus=0,2 names them")
     parser.add_argument("--nproc", type=int, help="ranks per run (default: all GPUs, or 1)")
     parser.add_argument("--baseline", type=Path, help="script of a second arm, run in turn with the first")
     # `--gpus SCRIPT` would swallow the script: without '=' the option stands alone.
@@ -180,7 +187,8 @@ def plan(argv: list[str]) -> tuple[list[Arm], list[int], list[dict[str, str]], i
             raise SeedsError(f"no script {path}")
     folder = (options.out or ROOT / "logs" / f"seeds_{script.stem}").resolve()
     arms = [Arm(script.stem, script, tuple(args), folder)]
-    arms += [Arm(f"baseline {baseline.stem}", baseline, tuple(args), folder / "baseline")] if baseline else []
+    if baseline:
+        arms.append(Arm(f"baseline {baseline.stem}", baseline, tuple(args), folder / "baseline"))
     gpus = visible_gpus()
     if options.gpus:
         names = gpus if options.gpus == "all" else options.gpus.split(",")
@@ -195,7 +203,8 @@ def plan(argv: list[str]) -> tuple[list[Arm], list[int], list[dict[str, str]], i
 
 
 def report(arms: list[Arm], seeds: list[int]) -> list[str]:
-    """Print what the logs say, through the checker's own functions; return one line for each thing that is missing."""
+    """Print what the logs say, through the checker's own functions; return one line for each thing that is
+    missing."""
     missing, found = [], {}
     for arm in arms:
         logs = arm.finished()
@@ -204,8 +213,9 @@ def report(arms: list[Arm], seeds: list[int]) -> list[str]:
     for name, logs in found.items():
         if logs:
             lines = check.describe_arm(logs, name) + [f"  note: {note}" for note in check.arm_notes(logs)]
-            lines += [f"  problem: {line}" for line in check.twice_refusals(logs) + check.mixed_refusals(logs, name)
-                      + check.same_refusals(logs, "between the runs")]
+            problems = check.twice_refusals(logs) + check.mixed_refusals(logs, name)
+            problems += check.same_refusals(logs, "between the runs")
+            lines += [f"  problem: {line}" for line in problems]
             print("\n".join(lines))
     if len(arms) == 2 and all(found.values()):
         runs, baseline = ([log.train_time_s for log in logs] for logs in found.values())
@@ -225,8 +235,8 @@ def main(argv=None) -> int:
     done = {arm.name: arm.finished() for arm in arms}
     jobs = [(arm, seed) for seed in seeds for arm in arms if seed not in done[arm.name]]
     skipped = len(seeds) * len(arms) - len(jobs)
-    print(f"seeds: {len(jobs)} runs into {arms[0].folder}" + (f", {skipped} are there already" if skipped else ""),
-          flush=True)
+    already = f", {skipped} are there already" if skipped else ""
+    print(f"seeds: {len(jobs)} runs into {arms[0].folder}{already}", flush=True)
     campaign = Campaign(jobs, slots, num_ranks)
     try:
         campaign.run()

@@ -22,6 +22,7 @@ class Hub:
 
     def __init__(self, repo, files):
         self.repo, self.files, self.plan, self.head_plan, self.log = repo, dict(files), {}, {}, []
+        self.retry_after = "1"
         self.stuck, self.elsewhere, self.tokens_elsewhere = threading.Event(), False, []
         outer = self
 
@@ -88,8 +89,8 @@ class Hub:
         data = self.files[name]
         plan = (self.plan if get else self.head_plan).get(name, [])
         trick = plan.pop(0) if plan else "serve"
-        if trick in ("429", "429-head"):
-            return self.reply(handler, 429, [("Retry-After", "1")])
+        if trick == "429":
+            return self.reply(handler, 429, [("Retry-After", self.retry_after)])
         if trick == "503":
             return self.reply(handler, 503)
         etag = hashlib.sha256(data).hexdigest()

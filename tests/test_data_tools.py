@@ -22,6 +22,7 @@ from shard_helpers import DATA, SHARDS, fill_tiktoken_cache, named_shard, pat, p
 import fineweb
 import hub
 import shards
+import sources
 import text
 import verify
 
@@ -235,6 +236,30 @@ def test_dataset_json_is_checked(tmp_path, change, said):
     assert shards.read_dataset(tmp_path / "elsewhere") is None
 
 
+def test_own_tokenizers_and_a_byte_order_mark_in_dataset_json(tmp_path):
+    own = {**GOOD, "tokenizer": "my own: unigram, 8k", "vocab_size": 8192, "eod_id": 8191}
+    shards.write_dataset(tmp_path, own)
+    path = tmp_path / "dataset.json"
+    assert not path.read_bytes().startswith(b"\xef\xbb\xbf")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())           # an editor on Windows
+    assert shards.read_dataset(tmp_path) == own
+    path.write_text(json.dumps({key: value for key, value in own.items() if key != "tokenizer"}))
+    with pytest.raises(shards.ShardError, match="tokenizer is None, expected a name"):
+        shards.read_dataset(tmp_path)
+
+
+def test_raw_tokens_without_a_header_get_a_hint_that_works(tmp_path):
+    path = tmp_path / "fineweb_train_000001.bin"
+    assert "raw 16-bit tokens without a header? data/README.md" in refusal(path, pat(2000, 97, 1).tobytes())
+    assert "raw 16-bit" in refusal(path, np.full(600, 50256, "<u2").tobytes())
+    assert "raw 16-bit" not in refusal(path, np.full(600, 50257, "<u2").tobytes())
+    (tmp_path / "train.bin").write_bytes(pat(2000, 97, 1).tobytes())
+    [command] = re.findall(r"python -c \"(import numpy, shards.*)\"", (DATA / "README.md").read_text())
+    subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True, timeout=60,
+                   env={**os.environ, "PYTHONPATH": str(DATA)})
+    assert (shards.read_tokens(tmp_path / "train_000000.bin") == pat(2000, 97, 1)).all()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # text.py
 
@@ -250,6 +275,8 @@ def test_builtin_corpus(tmp_path):
     assert sorted(x.name for x in out.iterdir()) == ["dataset.json", "train_000000.bin", "val_000000.bin"]
     train, val = documents_of(out, "train"), documents_of(out, "val")
     assert not set(train) & set(val) and len(train) > 300 and len(val) > 5
+    whole = {x.encode() for x in sources.builtin_documents()}
+    assert set(val) <= whole                                # no train document is a piece of one of these
     assert sum(map(len, train + val)) > 1_500_000
     share = dataset["val"]["tokens"] / (dataset["val"]["tokens"] + dataset["train"]["tokens"])
     assert 0.02 < share < 0.06
@@ -404,27 +431,9 @@ def test_split_is_disjoint_deterministic_and_complete(tmp_path, monkeypatch, blo
     assert {shards.read_dataset(tmp_path / name)["text_sha256"] for name in ("one", "seed", "kept")} == {digest}
 
 
-def test_documents_longer_than_everything(tmp_path, monkeypatch):
-    """Longer than a piece, a block and a shard, in the middle of others; and again as an exact copy."""
-    monkeypatch.setattr(text, "PIECE_CHARS", 500)
-    monkeypatch.setattr(text, "BATCH_CHARS", 700)
-    monkeypatch.setattr(text, "BLOCK_TOKENS", 1000)
-    long_ones = [story(99, 2000), "x" * 9000]
-    documents = [story(i, 20) for i in range(80)] + long_ones + [story(i, 20) for i in range(80, 160)] + long_ones
-    for tool, name in ((text, "t"), (fineweb, "f")):
-        source = write_jsonl(tmp_path / "in.jsonl", documents)
-        out = tmp_path / name
-        argv = [str(source), "--tokenizer=bytes", "--shard-tokens=3000", f"--out={out}"]
-        assert text.run_main(tool.main, argv + (["--val-fraction=0.1"] if tool is text else [])) == 0
-        train, val = documents_of(out, "train"), documents_of(out, "val")
-        assert not set(train) & set(val)
-        assert sorted(train + val) == sorted(x.encode() for x in documents)
-
-
 @pytest.mark.parametrize("tool", [text, fineweb])
-def test_few_long_documents_are_split_fairly(tmp_path, monkeypatch, tool):
-    """More than a block, but so few documents that chance would leave validation empty or far too large."""
-    monkeypatch.setattr(text, "PIECE_CHARS", 3000)
+def test_long_documents_are_written_whole_and_split_fairly(tmp_path, monkeypatch, tool):
+    """Longer than a batch, a block and a shard, few and equal ones: every document once, equal ones on one side."""
     monkeypatch.setattr(text, "BATCH_CHARS", 3000)
     monkeypatch.setattr(text, "BLOCK_TOKENS", 5000)
     books = [story(i, 2500) for i in range(8)] + [story(8, 600)] * 2
@@ -435,9 +444,23 @@ def test_few_long_documents_are_split_fairly(tmp_path, monkeypatch, tool):
         assert text.run_main(tool.main, argv + ([f"--seed={seed}"] if tool is text else [])) == 0
         train, val = documents_of(out, "train"), documents_of(out, "val")
         assert sorted(train + val) == sorted(x.encode() for x in books)
-        assert val == [books[8].encode()] * 2               # the smallest that chance could not be trusted with
+        assert val == [books[8].encode()] * 2               # the smallest: any other is more than twice 3%
         assert not list(out.glob("*.tmp"))
         assert verify.main([str(out)]) == 0
+
+
+def test_a_document_that_is_too_long_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 100)
+    (tmp_path / "a.txt").write_text("word " * 21)
+    (tmp_path / "b.txt").write_text("short\n" * 50)
+    (tmp_path / "c.txt").write_text("short")
+    jsonl = write_jsonl(tmp_path / "d.jsonl", ["x" * 90])               # with its braces more than 100
+    for inputs, said in [((tmp_path / "a.txt",), "a.txt: line 1 has more than 100"), ((tmp_path,), "more than 100"),
+                         ((tmp_path / "b.txt", "--documents=paragraph"), "b.txt: a document of more than 100"),
+                         ((tmp_path / "b.txt", tmp_path / "c.txt"), "b.txt: a document of more than 100"),
+                         ((jsonl,), "d.jsonl: line 1 has more")]:
+        assert make(tmp_path / "out", *inputs, "--tokenizer=bytes") == 2
+        assert said in capsys.readouterr().err and nothing_left(tmp_path / "out")
 
 
 def test_full_disk(tmp_path):
@@ -463,13 +486,42 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, capsys):
     assert make(tmp_path / "out", source, "--tokenizer=bytes") == 0         # a bar is a comfort
 
 
-def test_small_split_counts_copies_together():
-    assert text.split_small([(1, 10)] * 5 + [(2, 30), (3, 300)], 0.03) == {2}           # the copies of 1 hold 50
-    assert text.split_small([(key, 10) for key in range(100)], 0.03) == {0, 1, 2}       # in order of the hash
-    assert text.split_small([(0, 500)] + [(key, 10) for key in range(1, 51)], 0.1) == set(range(1, 11))
-    for documents in ([(1, 10)], [(1, 10)] * 9, [(1, 10), (2, 10)]):
-        with pytest.raises(text.InputError, match="no room"):
-            text.split_small(documents, 0.03)
+def val_of(keys, lengths, fraction=0.03):
+    is_val, is_dropped = text.split_by_hash(np.array(keys, np.uint64), np.array(lengths), fraction)
+    assert not is_dropped.any()
+    return np.flatnonzero(is_val).tolist()
+
+
+def test_the_split_keeps_copies_together_and_no_giant_moves_the_others():
+    assert val_of([1] * 5 + [2, 3], [10] * 5 + [30, 300]) == [5]                # the copies of 1 hold 50
+    assert val_of(range(100), [10] * 100) == [0, 1, 2]                          # in order of the hash
+    assert val_of([7, 5, 5, 1], [100, 9, 9, 2], 0.2) == [3]                     # 18 of 2 * 0.2 * 20 are too many
+    for giant in (500, 10 ** 6):
+        assert val_of(range(51), [giant] + [10] * 50, 0.1) == [1, 2, 3, 4, 5]   # a tenth of the others
+    for documents in (([1], [10]), ([1] * 9, [10] * 9), ([1, 2], [10, 10])):
+        with pytest.raises(sources.InputError, match="no room"):
+            val_of(*documents)
+
+
+def test_the_first_tokens_are_validation_only_where_train_stays_larger():
+    keys, lengths = np.arange(5, dtype=np.uint64), np.array([30, 20, 10, 40, 1])
+    for val_tokens, expected in ((30, [0]), (49, [0]), (50, [0, 1]), (59, [0, 1]), (60, [4]), (101, [4]), (29, [4])):
+        is_val, _ = text.split_first_tokens(keys, lengths, val_tokens, 0.03)
+        assert np.flatnonzero(is_val).tolist() == expected, val_tokens
+
+
+def test_giants_and_small_validation_sets_are_told(tmp_path, capsys):
+    lines = write_jsonl(tmp_path / "in.jsonl", ["word " * 5000] + [story(i, 10) for i in range(60)])
+    assert make(tmp_path / "out", lines, "--tokenizer=bytes") == 0
+    said = capsys.readouterr().err
+    assert "note: one document holds 25,001 of the" in said
+    assert 1 <= shards.read_dataset(tmp_path / "out")["val"]["documents"] <= 4
+    assert re.search(r"note: validation holds only \d+ tokens", said) and "--val-fraction" in said
+    lines = write_jsonl(tmp_path / "in.jsonl", ["x" * 249] * 4 + ["y" * 20000] * 2)
+    for tokens, told in ((999, True), (1000, False)):
+        lines = write_jsonl(tmp_path / "in.jsonl", ["x" * (tokens - 1)] + ["y" * 30000] * 2)
+        assert make(tmp_path / str(tokens), lines, "--tokenizer=bytes") == 0
+        assert ("validation holds only" in capsys.readouterr().err) == told
 
 
 def test_fineweb_order_and_names(tmp_path, monkeypatch, capsys):
@@ -513,10 +565,9 @@ def test_fineweb_from_the_hub(tmp_path):
         server.close()
 
 
-def test_gpt2_tokens_are_tiktokens(tmp_path, gpt2_cache, monkeypatch):
+def test_gpt2_tokens_are_tiktokens(tmp_path, gpt2_cache):
     import tiktoken
     encoding = tiktoken.get_encoding("gpt2")
-    monkeypatch.setattr(text, "PIECE_CHARS", 300)                   # so that the long ones are cut
     documents = ["Hello world", "", "<|endoftext|> is plain text", "\u65e5\u672c\u8a9e " * 200, story(1, 900),
                  "a" * 2000, " \n\n  tabs\t\tand   blanks \n" * 90, "don't stop\n\n\n1234 5678's " * 80,
                  "\U0001f600 caf\u00e9!? " * 100, "word. \n (x) -- " * 100]
@@ -534,20 +585,6 @@ def test_gpt2_tokens_are_tiktokens(tmp_path, gpt2_cache, monkeypatch):
     assert verify.main([str(tmp_path / "out")]) == 0
 
 
-@QUICK
-@given(st.text(alphabet=st.sampled_from("ab1\u00e9\u4e2d.,'!-  \n\t\u00a0"), min_size=20, max_size=200))
-def test_cuts_change_no_token(gpt2_cache, sample):
-    import tiktoken
-    encoding = tiktoken.get_encoding("gpt2")
-    at = text.safe_cut(sample)
-    if at:
-        assert 0 < at < len(sample)
-        halves = encoding.encode_ordinary(sample[:at]) + encoding.encode_ordinary(sample[at:])
-        assert halves == encoding.encode_ordinary(sample)
-    else:
-        assert not re.search(r"[^\W_][ \n]", sample)
-
-
 def test_tokenizer_without_network(tmp_path):
     pytest.importorskip("tiktoken", reason="tiktoken is not installed")
     source = write_jsonl(tmp_path / "in.jsonl", ["a", "b", "c"])
@@ -555,16 +592,17 @@ def test_tokenizer_without_network(tmp_path):
     result = script("text.py", source, f"--out={tmp_path / 'out'}", TIKTOKEN_CACHE_DIR=str(tmp_path / "no"), **closed)
     said = result.stderr.decode()
     assert result.returncode == 2 and said.count("\n") == 1 and nothing_left(tmp_path / "out")
-    for part in ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "vocab.bpe",
-                 "encoder.json", "TIKTOKEN_CACHE_DIR", "--tokenizer=bytes"):
-        assert part in said
+    assert "TIKTOKEN_CACHE_DIR" in said and "--tokenizer=bytes" in said and len(said) < 250
+    readme, base = (DATA / "README.md").read_text(), "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    for file in ("vocab.bpe", "encoder.json"):
+        assert base in readme and f"| {file} | {hashlib.sha1((base + file).encode()).hexdigest()} |" in readme
 
 
 @pytest.mark.parametrize("argv, said", [
     ([], "name files"), (["missing.txt"], "missing.txt: no such file"), (["--builtin", "x.txt"], "--builtin alone"),
     (["in.jsonl", "--tokenizer=gpt9"], "gpt9: not known"), (["in.jsonl", "--tokenizer=cl100k_base"], "16-bit"),
     (["bad.jsonl"], "bad.jsonl: line 2 is not JSON"), (["nofield.jsonl"], "no field 'text', only 'body'"),
-    (["null.jsonl"], "line 1 holds NoneType"), (["wide.txt"], "UTF-16"), (["-", "in.jsonl"], "can't be mixed"),
+    (["null.jsonl"], "no document found"), (["wide.txt"], "UTF-16"), (["-", "in.jsonl"], "can't be mixed"),
     (["empty"], "empty: no file with .txt .md"), (["thing.json"], "can't be read"),
     (["broken.jsonl.gz"], "reading failed"), (["broken.parquet"], "parquet"),
     (["same.jsonl"], "3 documents (1 different ones)"),
@@ -590,6 +628,118 @@ def test_bad_input_is_one_readable_line(tmp_path, monkeypatch, capsys, argv, sai
     assert nothing_left(Path("out"))
 
 
+PROSE = "A line of prose, long enough to be one.\n"
+
+
+@pytest.mark.parametrize("name, data, said", [      # L5 and L8: damaged and foreign inputs
+    ("a.txt.gz", gzip.compress(PROSE.encode())[:10] + bytes([gzip.compress(PROSE.encode())[10] | 7])
+     + gzip.compress(PROSE.encode())[11:], "reading failed"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:10] + b"\xff" * 20, "reading failed"),
+    ("a.txt.gz", PROSE.encode() * 9, "reading failed"),
+    ("a.txt.gz", gzip.compress(gzip.compress(PROSE.encode())), "gzip data"),
+    ("a.txt", gzip.compress(PROSE.encode()), "gzip data"), ("a.jsonl", gzip.compress(b'{"text": "x"}'), "gzip data"),
+    ("a.txt", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "NUL bytes"), ("a.png", b"\x89PNG\r\n\x1a\n\0\0", "NUL bytes"),
+    ("a.arrow", b"\xff\xff\xff\xff\x10\x01\0\0", "NUL bytes"), ("a.txt", b"PAR1 x PAR1", "parquet"),
+    ("a.txt", PROSE.encode("utf-16-le"), "NUL bytes"), ("a.txt", PROSE.encode() * 4000 + b"\0\n", "NUL bytes"),
+    ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"), ("a.jsonl", b'{"text": ' + b"1" * 9999 + b"}", "is not JSON"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": {"text": "x"}}', "line 2 holds dict"), ("a.jsonl", b"3", "holds int"),
+    ("a.txt", "f\u00fcr die B\u00e4ume und \u00fcber die Fl\u00fcsse\n".encode("latin-1"), "LATIN1"),
+    ("a.jsonl", json.dumps({"text": "f\u00fcr B\u00e4ume \u00fcber"}, ensure_ascii=False).encode("latin-1"), "LATIN1"),
+])
+def test_damaged_and_foreign_inputs_are_one_readable_line(tmp_path, capsys, name, data, said):
+    (tmp_path / name).write_bytes(data)
+    assert make(tmp_path / "out", tmp_path / name, "--tokenizer=bytes") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / name}") and said in error and len(error) < 400
+    assert error.count("\n") == 1
+    assert nothing_left(tmp_path / "out")
+
+
+@pytest.mark.parametrize("damaged, refused", [(2, False), (3, True)])
+def test_few_bytes_that_are_not_utf8_pass_and_many_do_not(damaged, refused):
+    for length, many in ((600, refused), (200 * damaged - 1, refused), (200 * damaged, False)):
+        head = b"\xe9" * damaged + "\ufffd".encode() * 9 + b"x" * (length - damaged - 27)
+        try:
+            sources.check_start(head, "a.txt", sources.Meter())
+            assert not (many and damaged > len(head) / 200)
+        except sources.InputError as error:
+            assert many and f"{damaged} of the first {len(head)} bytes" in str(error)
+
+
+def test_parquet_rows_that_are_no_text_are_named_and_nulls_left_out(tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as parquet
+    path = tmp_path / "a.parquet"
+    raw = pyarrow.array([b"fine", b"caf\xe9"], pyarrow.binary())
+    parquet.write_table(pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, raw.buffers())}), path)
+    assert make(tmp_path / "out", path, "--tokenizer=bytes") == 2
+    assert f"{path}: row 2 holds text that is not UTF-8" in capsys.readouterr().err
+    parquet.write_table(pyarrow.table({"text": raw}), path)
+    assert make(tmp_path / "out", path, "--tokenizer=bytes") == 2
+    assert "row 1 holds bytes" in capsys.readouterr().err
+    parquet.write_table(pyarrow.table({"text": ["one", None, "two", "three"]}), path)
+    write_jsonl(tmp_path / "b.jsonl", ["four", None, None])
+    assert make(tmp_path / "out", path, tmp_path / "b.jsonl", "--tokenizer=bytes") == 0
+    said = capsys.readouterr().out
+    assert "4 documents" in said and "3 rows left out, they hold null" in said
+
+
+def test_a_folder_follows_links_once_and_counts_what_it_leaves_out(tmp_path, capsys):
+    source, other = tmp_path / "texts", tmp_path / "elsewhere"
+    (source / "deep").mkdir(parents=True)
+    other.mkdir()
+    for index, path in enumerate((source / "a.txt", source / "deep/b.txt", other / "c.txt", tmp_path / "above.txt")):
+        path.write_text(f"{index} " * 20)
+    for link, target in (("linked", other), ("again", other), ("loop", source), ("deep/up", source / "deep"),
+                         ("out", tmp_path), ("broken.txt", "nowhere")):
+        (source / link).symlink_to(target)
+    os.mkfifo(source / "pipe.txt")
+    for name in ("x.csv", "y.csv", "z.png", "Makefile", ".hidden.csv"):
+        (source / name).write_text("1")
+    assert make(tmp_path / "out", source, "--tokenizer=bytes") == 0
+    assert shards.read_dataset(tmp_path / "out")["train"]["documents"] == 2
+    assert f"note: {source}: 6 files left out: 2 .csv, 2 no plain file, 1 .png, 1 without suffix\n" in sorted(
+        [capsys.readouterr().err.replace("1 without suffix, 1 .png", "1 .png, 1 without suffix")
+         .replace("2 no plain file, 2 .csv", "2 .csv, 2 no plain file")])[0]
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only/x.csv").write_text("1")
+    for name, said in (("texts/pipe.txt", "a pipe or a device"), ("only", "only 1 .csv")):
+        assert make(tmp_path / "o2", tmp_path / name, "--tokenizer=bytes") == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data, code, said", [
+    (gzip.compress(b"one\ntwo\nthree\n"), 2, "gzip data"), ("one\ntwo\n".encode("utf-16"), 2, "UTF-16"),
+    (b'{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n', 0, "looks like JSON lines"),
+    (b"id,text,label\n1,some,x\n2,more,y\n3,last,z\n", 0, "looks like a table"),
+    (b"One, two,\nthree, four,\nand no more\n", 0, "note: validation"),
+    ("Stra\u00dfe\n\u00fcber\nFl\u00fcsse\nB\u00e4ume\n".encode("latin-1"), 2, "LATIN1"),
+    (b"one\n\0\nthree\n", 2, "NUL bytes"), (b"", 2, "no document found"),
+])
+def test_standard_input_that_is_no_plain_text(tmp_path, data, code, said):
+    result = script("text.py", "-", "--tokenizer=bytes", f"--out={tmp_path / 'out'}", stdin=data)
+    error = result.stderr.decode()
+    assert result.returncode == code and said in error and "Traceback" not in error, error
+    assert error.count("looks like") == (1 if "looks like" in said else 0)
+
+
+def test_closed_standard_input_is_one_line(tmp_path):
+    command = f'exec "{sys.executable}" "{DATA / "text.py"}" - --tokenizer=bytes "--out={tmp_path / "out"}" <&-'
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stderr == "error: -: standard input is closed; pipe text into it\n"
+
+
+@pytest.mark.parametrize("where", ["> /dev/full", "2> /dev/full", "> /dev/full 2>&1", ">&- 2>&-"])
+def test_a_console_that_is_gone_or_full_does_not_matter(tmp_path, where):     # L1
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 20) for i in range(50)])
+    for tool, argv in (("text.py", f'"{source}" --tokenizer=bytes "--out={tmp_path / "out"}"'),
+                       ("verify.py", f'"{tmp_path / "out"}"')):
+        result = subprocess.run(["bash", "-c", f'exec "{sys.executable}" "{DATA / tool}" {argv} {where}'],
+                                capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0 and "Traceback" not in result.stderr and "Exception" not in result.stderr
+    assert verify.main([str(tmp_path / "out")]) == 0
+
+
 @pytest.mark.parametrize("option", ["--val-fraction=0", "--val-fraction=0.5", "--val-fraction=nan", "--val-fraction=x",
                                     "--shard-tokens=0", "--shard-tokens=3000000000", "--threads=0", "--seed=-1",
                                     "--shards=1"])
@@ -603,27 +753,43 @@ def test_a_data_set_is_not_replaced_by_accident(tmp_path, capsys):
     source = write_jsonl(tmp_path / "in.jsonl", [story(i, 50) for i in range(30)])
     out = tmp_path / "out"
     assert make(out, source, "--tokenizer=bytes", "--shard-tokens=500") == 0
+    for name in ("notes.txt", "other.bin.tmp", "picture.png"):
+        (out / name).write_text("mine")
     before = {x.name: x.read_bytes() for x in out.iterdir()}
     assert len(before) > 5
     assert make(out, source, "--tokenizer=bytes") == 2
     assert "--overwrite" in capsys.readouterr().err
     assert {x.name: x.read_bytes() for x in out.iterdir()} == before
+    shards.write_shard(out / "train_000999.bin", [1, 2])
+    assert make(out, source, "--tokenizer=bytes", "--overwrite") == 2
+    assert "train_000999.bin is not listed" in capsys.readouterr().err
+    assert {x.name: x.read_bytes() for x in out.iterdir() if x.name != "train_000999.bin"} == before
+    (out / "train_000999.bin").unlink()
     assert make(out, source, "--tokenizer=bytes", "--overwrite") == 0
-    assert sorted(x.name for x in out.iterdir()) == ["dataset.json", "train_000000.bin", "val_000000.bin"]
+    assert sorted(x.name for x in out.iterdir()) == ["dataset.json", "notes.txt", "other.bin.tmp", "picture.png",
+                                                     "train_000000.bin", "val_000000.bin"]
+    (out / "dataset.json").unlink()                         # whose shards these are is not known any more
+    assert make(out, source, "--tokenizer=bytes", "--overwrite") == 2
+    assert "train_000000.bin is not listed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def default_sigint():
+    signal.signal(signal.SIGINT, signal.default_int_handler)        # whoever started the tests may ignore it
+
+
+@pytest.mark.parametrize("how, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGHUP, 129),
+                                       (signal.SIGINT, 130)])
 def test_a_broken_run_leaves_no_final_name(tmp_path, how, code):
     out = tmp_path / "out"
     process = subprocess.Popen([sys.executable, str(DATA / "text.py"), "-", "--tokenizer=bytes",
                                 "--shard-tokens=1000000", f"--out={out}"],
-                               stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+                               stdin=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_sigint)
     line = b"a line of text that is long enough to fill a few shards in no time at all %07d\n"
     for block in range(80):
         process.stdin.write(b"".join(line % (block * 1000 + i) for i in range(1000)))
     process.stdin.flush()
     deadline = time.monotonic() + 30
-    while len(list(out.glob("*.tmp"))) < 2:
+    while not list(out.glob("*.tmp")):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.send_signal(how)
@@ -669,7 +835,7 @@ def test_verify_finds_broken_shards(tmp_path, capsys, name, file):      # cases 
     if name == "OOV":
         assert "position 3001: id 60000" in err and "50,257" in err
     if name == "NOBOS":
-        assert "no end-of-document token (50256)" in err
+        assert "0 end-of-document tokens (50256)" in err
 
 
 def test_verify_counts_every_bad_id(tmp_path, capsys):
@@ -724,7 +890,7 @@ def test_verify_checksums(tmp_path, capsys):
     out = tmp_path / "out"
     assert make(out, source, "--tokenizer=bytes", "--shard-tokens=4000") == 0
     code, table, err = check(capsys, out)
-    assert code == 0 and " ok  " in table and not err
+    assert code == 0 and " ok  " in table and "fault" not in err
     victim = out / "train_000001.bin"
     data = bytearray(victim.read_bytes())
     data[2000] ^= 1
@@ -782,7 +948,7 @@ def test_verify_long_document_over_several_shards(tmp_path, capsys):
 
 
 def test_verify_hub_metadata(tmp_path, capsys):
-    documents = [np.append(50256, np.random.default_rng(i).integers(0, 50256, 80)) for i in range(401)]
+    documents = [document(i) for i in range(401)]
     files = {"fineweb_val_000000.bin": documents[:200], "fineweb_train_000001.bin": documents[199:]}
     for name, part in files.items():
         path = tmp_path / name
@@ -799,6 +965,81 @@ def test_verify_hub_metadata(tmp_path, capsys):
     train.write_bytes(raw_shard(pat(500, 97, 1)))
     code, out, err = check(capsys, tmp_path)
     assert code == 1 and "2,024 bytes, fineweb_train_000001.bin.json says" in err
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("interval_train_000001.bin", False), ("my_val_0.bin", True), ("val.bin", True), ("fineweb_val_000000.bin", True),
+    ("train_000000.bin", False), ("Val-1.bin", True), ("upheaval_1.bin", False), ("x.val.bin", True)])
+def test_a_file_is_validation_by_the_word_val(name, expected):
+    assert verify.is_validation(Path("val") / name) == expected
+
+
+def document(seed, length=80):
+    return np.append(50256, np.random.default_rng(seed).integers(0, 50256, length)).astype("<u2")
+
+
+@pytest.mark.parametrize("copies, marked, code", [(2, "both", 0), (3, "both", 1), (1, "val", 1), (1, "train", 1),
+                                                  (1, "", 1), (0, "", 0)])
+def test_verify_allows_one_percent_of_copies_where_all_files_come_from_the_hub(tmp_path, capsys, copies, marked, code):
+    documents = [document(i) for i in range(400)]
+    files = {"val": documents[:200], "train": documents[200 - copies:]}
+    for side, part in files.items():
+        path = tmp_path / f"fineweb_{side}_000001.bin"
+        sha256 = shards.write_shard(path, np.concatenate(part))
+        if marked in (side, "both"):
+            hub.remember(path, hub.Remote("a/b", path.name, path.name),
+                         hub.Facts(path.stat().st_size, sha256, "c", sha256))
+    found, out, err = check(capsys, tmp_path)
+    line = f"{copies} of 200 validation documents are in train, 0 more begin"
+    assert found == code and line in (err if code else out)
+
+
+def test_verify_counts_a_copy_once_and_not_among_those_that_begin_alike(tmp_path, capsys):
+    val, alike = document(1, 300), document(2, 300)
+    alike[1:65] = val[1:65]
+    nearly = document(3, 300)
+    nearly[1:64] = val[1:64]                                # 63 of 64 tokens are not enough
+    for train, line in (([alike, val, alike, val], "1 of 2 validation documents are in train, 0 more begin"),
+                        ([val, alike], "1 of 2 validation documents are in train, 0 more begin"),
+                        ([alike, alike], "0 of 2 validation documents are in train, 1 more begin"),
+                        ([nearly], "0 of 2 validation documents are in train, 0 more begin")):
+        shards.write_shard(tmp_path / "val_000000.bin", np.concatenate([val, document(9)]))
+        shards.write_shard(tmp_path / "train_000000.bin", np.concatenate([*train, document(8)]))
+        code, out, err = check(capsys, tmp_path)
+        assert line in out + err and code == (1 if line.startswith("1") else 0)
+
+
+def test_verify_looks_up_256_bytes_and_64_other_tokens(tmp_path, capsys):
+    for tokenizer, opening in (("bytes", 256), ("own", 64)):
+        for same, alike in ((opening, 1), (opening - 1, 0)):
+            val, train = (np.append(256, np.full(400, letter)) for letter in (97, 98))
+            train[1:1 + same] = 97
+            sides = {}
+            for side, tokens in (("train", train), ("val", val)):
+                sha256 = shards.write_shard(tmp_path / f"{side}_000000.bin", tokens)
+                row = {"file": f"{side}_000000.bin", "tokens": 401, "sha256": sha256}
+                sides[side] = {"documents": 1, "tokens": 401, "shards": [row]}
+            shards.write_dataset(tmp_path, {**GOOD, "tokenizer": tokenizer, **sides})
+            code, out, err = check(capsys, tmp_path)
+            assert code == 0 and f"{alike} more begin with the same {opening} tokens" in out
+
+
+@pytest.mark.parametrize("marks, refused", [(0, True), (2, True), (3, False)])
+def test_verify_says_when_byte_shards_lack_their_dataset_json(tmp_path, capsys, marks, refused):      # N8's sister
+    tokens = np.full(2_000_001, 97, "<u2")
+    tokens[:marks] = 50256                                  # fewer than one in a million
+    path = tmp_path / "train_000000.bin"
+    shards.write_shard(path, tokens)
+    code, out, err = check(capsys, tmp_path)
+    assert code == (1 if refused else 0) and ("was dataset.json left behind" in err) == refused
+    if refused:
+        assert f"{path}: {marks} end-of-document tokens (50256) in 2,000,001 tokens" in err
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 30) for i in range(30)])
+    assert make(tmp_path / "out", source, "--tokenizer=bytes") == 0
+    assert check(capsys, tmp_path / "out")[0] == 0
+    (tmp_path / "out/dataset.json").unlink()
+    code, out, err = check(capsys, tmp_path / "out")
+    assert code == 1 and err.count("was dataset.json left behind") == 2
 
 
 def test_verify_as_a_command(tmp_path):

@@ -18,12 +18,34 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Scripts of the copied house print what they were given: "NAME [arguments] OMP=n".
 STUB = ("import os, sys\n"
-        "print({name!r}, sys.argv[1:], 'OMP=' + os.environ.get('OMP_NUM_THREADS', '-'))\n")
+        "if __name__ == '__main__':\n"
+        "    print({name!r}, sys.argv[1:], 'OMP=' + os.environ.get('OMP_NUM_THREADS', '-'))\n")
+
+# What run.sh asks the trainer before it starts it: which files a run reads, and how many tokens it takes.
+CONFIG_STUB = """
+class Config:
+    def __init__(self, preset, options):
+        fineweb = preset in ("record", "sprint")
+        self.train_files = "data/fineweb10B/fineweb_train_*.bin" if fineweb else "data/builtin/train_*.bin"
+        self.num_steps, self.batch_tokens = {"record": (1216, 524288)}.get(preset, (1230, 65536))
+        for option in options:
+            if option.startswith("--train_files="):
+                self.train_files = option.partition("=")[2]
+            elif "nonsense" in option:
+                raise ValueError(option)
+print("a script that prints when it is imported", file=sys.stderr if __name__ == "__main__" else sys.stdout)
+def parse_config(argv, default):
+    presets = [option.partition("=")[2] for option in argv if option.startswith("--preset=")]
+    return Config(presets[0] if presets else default, argv), {}
+"""
 
 # The demo's script is named by TRAIN_GPT; this one runs it as a stub of its own.
 DEMO_STUB = ("import os, runpy\n"
              "print('demo of', end=' ', flush=True)\n"
-             "runpy.run_path(os.environ['TRAIN_GPT'])\n")
+             "runpy.run_path(os.environ['TRAIN_GPT'], run_name='__main__')\n")
+
+RUN_SCRIPT = ("import runpy, sys; del sys.argv[0]\n"
+              "runpy.run_path(sys.argv[0], run_name='__main__')\n")
 
 FAKE_PIP = """#!/bin/bash
 if [ "$1 $2" = "-m pip" ]; then
@@ -48,10 +70,11 @@ class House:
         self.packages = folder / "packages"
         for path in (self.root / "data", self.root / "records", self.bin, self.packages):
             path.mkdir(parents=True)
-        for name in ("run.sh", "requirements.txt", "requirements-dev.txt"):
+        for name in ("run.sh", "requirements.txt", "requirements-dev.txt", "data/survey.py"):
             shutil.copy(ROOT / name, self.root / name)
         for name in ("train_gpt.py", "data/text.py", "data/cached_fineweb10B.py"):
             (self.root / name).write_text(STUB.format(name=name))
+        (self.root / "train_gpt.py").write_text(STUB.format(name="train_gpt.py") + CONFIG_STUB)
         (self.root / "records/demo.py").write_text(DEMO_STUB)
         self.log = folder / "log"
         self.environment = {"PATH": str(self.bin), "PYTHONPATH": str(self.packages), "FAKE_LOG": str(self.log),
@@ -79,6 +102,9 @@ if [ "$1" = -c ]; then
     code=$2
     shift 2
     exec "{sys.executable}" -S -c {shell_quote(prelude)}"$code" "$@"
+fi
+if [ "$1" = data/survey.py ]; then
+    exec "{sys.executable}" -S -c {shell_quote(prelude + RUN_SCRIPT)} "$@"
 fi
 exec "{sys.executable}" -S "$@"
 """)
@@ -181,20 +207,62 @@ def test_NPROC_overrides_the_count_on_a_cpu_too(house):
     assert "NPROC=two" in complaint(house.run(NPROC="two"))
 
 
-def test_missing_shards_are_fetched(house):
+FETCH_STUB = ("import os, sys\nos.mkdir('data/fineweb10B')\n"
+              "open('data/fineweb10B/fineweb_train_000001.bin', 'w')\nprint('fetched', sys.argv[1:])\n")
+
+
+@pytest.mark.parametrize("gpus, options, shards, size", [
+    (1, [], 9, "2.0"), (1, ["--preset=sprint"], 2, "0.6"), (0, ["--preset=sprint"], 2, "0.6"),
+    (0, ["--preset=tiny", "--train_files=data/fineweb10B/fineweb_train_*.bin"], 2, "0.6"),
+    (1, ["--train_files=data/mine/*.bin"], 0, ""), (1, ["--preset=demo"], 0, ""), (1, ["--nonsense"], 0, "")])
+def test_shards_that_the_run_would_read_and_that_are_missing_are_fetched_first(house, gpus, options, shards, size):
+    house.torch(gpus=gpus)
+    (house.root / "data/cached_fineweb10B.py").write_text(FETCH_STUB)
+    result = house.run(*options)
+    lines = result.stdout.splitlines()
+    assert lines[-1].startswith(f"train_gpt.py {options} OMP=")
+    assert lines[:-1] == ([f"fetched ['{shards}']"] if shards else [])
+    told = f"fetching {shards} shards of 100M tokens and the validation shard, {size} GB"
+    assert (told in result.stderr) == bool(shards)
+    assert "fetched" not in house.run(*options).stdout      # they are there now
+
+
+def test_a_named_preset_whose_shards_can_not_be_had_is_left_to_the_trainer(house):
     house.torch(gpus=1)
-    (house.root / "data/cached_fineweb10B.py").write_text(
-        "import os, sys\nos.mkdir('data/fineweb10B')\n"
-        "open('data/fineweb10B/fineweb_train_000001.bin', 'w')\nprint('fetched', sys.argv[1:])\n")
-    assert house.run().stdout == "fetched ['9']\ntrain_gpt.py [] OMP=-\n"
+    (house.root / "data/cached_fineweb10B.py").write_text("raise SystemExit(1)\n")
+    assert house.run("--preset=sprint").stdout == "train_gpt.py ['--preset=sprint'] OMP=-\n"
 
 
-def test_without_shards_and_network_it_says_so_and_trains_the_demo_on_the_gpu(house):
+def test_without_shards_and_network_it_says_so_and_trains_the_demo_uncompiled(house):
     house.torch(gpus=8)
     (house.root / "data/cached_fineweb10B.py").write_text("raise SystemExit(1)\n")
-    result = house.run()
-    assert result.stdout.splitlines()[-1] == "demo of train_gpt.py ['--preset=demo'] OMP=-"
-    assert "fineweb_train_*.bin" in result.stderr and "cached_fineweb10B.py 9" in result.stderr
+    result = house.run("--seed=2")
+    assert result.stdout.splitlines()[-1] == \
+        "demo of train_gpt.py ['--preset=demo', '--compile=off', '--seed=2'] OMP=-"
+    given = house.run("--compile=on").stdout
+    assert given.splitlines()[-1] == "demo of train_gpt.py ['--preset=demo', '--compile=on'] OMP=-"
+    assert "without those shards: running the demo" in result.stderr and "cached_fineweb10B.py 9" in result.stderr
+
+
+@pytest.mark.recipe
+@pytest.mark.parametrize("options, shards", [([], 0), (["--preset=record"], 9), (["--preset=sprint"], 2),
+                                             (["--preset=tiny"], 1), (["--preset=demo"], 0), (["--no=1"], 0),
+                                             (["--preset=tiny", "--train_files=data/mine/*.bin"], 0)])
+def test_the_shards_that_the_real_trainer_needs_are_told_by_its_own_settings(tmp_path, options, shards):
+    command = [sys.executable, ROOT / "data/survey.py", "machine", ROOT / "train_gpt.py", *options]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    gpus, cores, needed = said.stdout.split()
+    assert (gpus, needed) == ("0", str(shards)) and int(cores) >= 1
+
+
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-", "2>&1 >/dev/null | :"])
+def test_a_console_that_is_gone_does_not_stop_the_run(house, where):
+    house.torch()
+    (house.root / "train_gpt.py").write_text("open('trained', 'w')\n")
+    done = subprocess.run(["/bin/bash", "-o", "pipefail", "-c", f'"{house.root}/run.sh" --preset=tiny {where}'],
+                          env=house.environment, capture_output=True, timeout=60)
+    assert done.returncode == 0 and (house.root / "trained").exists()
 
 
 def test_a_python_without_numpy_trains_but_makes_no_text(house):
@@ -223,6 +291,45 @@ def test_a_gpu_that_torch_cannot_use_is_pointed_out(house):
     assert "NVIDIA GPU that torch" not in house.run(CUDA_VISIBLE_DEVICES="").stderr  # hidden on purpose
 
 
+def test_an_nvidia_smi_that_hangs_costs_five_seconds_and_a_line(house):      # L4
+    house.torch(gpus=0)
+    (house.bin / "nvidia-smi").write_text("#!/bin/bash\nwhile :; do read -rt 1 <> <(:) || true; done\n")
+    (house.bin / "nvidia-smi").chmod(0o755)
+    began = time.monotonic()
+    result = house.run("--preset=tiny")
+    assert result.returncode == 0 and "nvidia-smi gave no answer within 5 s" in result.stderr
+    assert 5 <= time.monotonic() - began < 15
+
+
+def test_it_tells_at_its_end_which_python_it_used(house):
+    house.torch()
+    said = house.run("--preset=tiny").stderr.splitlines()
+    python = house.bin / "python3"
+    assert said[-1] == f"run.sh: python is {python}; its torchrun is: {python} -m torch.distributed.run"
+    assert said[0] == "run.sh: looking for Python, torch and GPUs: some seconds"
+    house.python("python3", version=(3, 9, 2, "final", 0))
+    (house.root / ".venv/bin").mkdir(parents=True)
+    shutil.copy(house.log.parent / "venv_python", house.root / ".venv/bin/python")
+    assert house.run("--preset=tiny").stderr.splitlines()[-1] == \
+        f"run.sh: python and torchrun in this shell: source {house.root}/.venv/bin/activate"
+
+
+def test_a_read_only_checkout_says_how_to_run_elsewhere(house):     # L12
+    house.torch()
+    house.root.chmod(0o555)
+    user = []
+    if os.access(house.root, os.W_OK):                  # root may write everywhere
+        if not shutil.which("setpriv"):
+            pytest.skip("root may write everywhere, and there is no setpriv")
+        user = [shutil.which("setpriv"), "--bounding-set=-dac_override"]
+    result = subprocess.run([*user, house.root / "run.sh"], env=house.environment, text=True, capture_output=True,
+                            timeout=60)
+    house.root.chmod(0o755)
+    message = complaint(result)
+    assert "is read-only" in message and f"cp -r '{house.root}' ~/train_gpt && ~/train_gpt/run.sh" in message
+    assert result.stdout == ""
+
+
 @pytest.mark.parametrize("code", [2, 77])
 def test_exit_codes_pass_through(house, code):
     house.torch()
@@ -238,16 +345,29 @@ def test_a_failing_text_script_ends_the_run(house):
     assert (result.returncode, result.stdout) == (5, "")
 
 
-def test_ctrl_c_reaches_the_trainer(house):
+SIGNAL_STUB = ("import signal, sys, time\n"
+               "def end(number, frame):\n    time.sleep(1)\n    sys.exit(100 + number)\n"
+               "if __name__ == '__main__':\n"
+               "    for number in (1, 2, 10, 15):\n        signal.signal(number, end)\n"
+               "    print('training', flush=True)\n    time.sleep(30)\n")
+
+
+def default_sigint():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)        # whoever started the tests may ignore it
+
+
+@pytest.mark.parametrize("name, to_all", [("SIGINT", True), ("SIGTERM", False), ("SIGTERM", True), ("SIGHUP", True),
+                                          ("SIGUSR1", False)])
+def test_signals_reach_the_trainer_which_ends_in_its_own_time(house, name, to_all):
+    """From a terminal (to the whole group) or to run.sh alone, as a batch system does."""
     house.torch()
-    (house.root / "train_gpt.py").write_text(
-        "import time\ntry:\n    print('training', flush=True)\n    time.sleep(30)\n"
-        "except KeyboardInterrupt:\n    raise SystemExit(42)\n")
+    (house.root / "train_gpt.py").write_text(SIGNAL_STUB)
     process = subprocess.Popen([house.root / "run.sh", "--preset=tiny"], env=house.environment, text=True,
-                               stdout=subprocess.PIPE, start_new_session=True)
+                               stdout=subprocess.PIPE, start_new_session=True, preexec_fn=default_sigint)
     assert process.stdout.readline() == "training\n"
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(20) == 42
+    number = signal.Signals[name]
+    (os.killpg if to_all else os.kill)(process.pid, number)
+    assert process.wait(20) == 100 + number
     process.stdout.close()
 
 
@@ -350,8 +470,8 @@ def test_a_failed_update_makes_the_venv_anew(house):
 
 
 def test_a_failed_installation_is_one_line_and_is_not_taken_as_complete(house):
-    message = complaint(house.run(FAKE_PIP="fail"))
-    assert "No matching distribution found for torch" in message and "package index" in message
+    result = house.run(FAKE_PIP="fail")
+    assert "No matching distribution found for torch" in result.stderr and "package index" in complaint(result)
     (house.root / ".venv/half").mkdir()
     house.run()
     assert house.log.read_text() == "pip\npip\n"
@@ -405,7 +525,9 @@ def add_test_tools(house, ruff=0, pytest_code=0):
 def test_tests_run_ruff_then_pytest_with_the_users_arguments(house):
     house.torch()
     add_test_tools(house)
-    lines = house.run("test", "--all", "-k", "a b", cwd="/").stdout.splitlines()
+    result = house.run("test", "--all", "-k", "a b", cwd="/")
+    assert "5 to 8 minutes on two cores; with --all" in result.stderr
+    lines = result.stdout.splitlines()
     assert lines == ["ruff ['check', '--quiet', '.'] OMP=-", "pytest ['--all', '-k', 'a b'] OMP=-"]
 
 

@@ -1,10 +1,11 @@
 """Room 3: every fast path against the plain formula beside it, and that formula against the textbook."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_helpers import EOD, blocks, random_tokens
+from model_helpers import EOD, blocks, random_tokens, small_model
 
 FP32 = torch.float32
 
@@ -399,10 +400,27 @@ def test_a_cpu_runs_the_references_in_fp32(tg):
         tg.choose_kernels(cpu, "on", "flex")
 
 
+def stand_in(monkeypatch, capability, shared_kib=227):
+    """A GPU of this compute capability that gives a block so much shared memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024))
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("shared_kib, small", [(227, False), (163, False), (99, True)])      # H100, A100, 4090
+def test_flexattention_takes_small_tiles_where_shared_memory_is_little(tg, monkeypatch, shared_kib, small):
+    kernels = tg.choose_kernels(stand_in(monkeypatch, (8, 6), shared_kib))
+    assert kernels.flex and kernels.small_tiles is small
+    model = small_model()
+    model.kernels = kernels
+    masks = model.masks(torch.zeros(1, 64, dtype=torch.int32), 3)
+    assert [mask.small_tiles for mask in masks.values()] == [small] * 2
+
+
 @pytest.mark.parametrize("capability, fp8", [((9, 0), True), ((8, 9), True), ((8, 0), False)])
 def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
+    gpu, bf16 = stand_in(monkeypatch, capability), torch.bfloat16
     assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, True, True, bf16)
     assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, True, True, bf16)
     assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, True, True, bf16)
@@ -417,34 +435,43 @@ def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8)
             tg.choose_kernels(gpu, fp8="on")
 
 
+def test_a_gpu_without_bf16_matrix_units_is_refused(tg, monkeypatch):
+    with pytest.raises(tg.Refusal, match="cuda:0: compute capability 7.5 has no bf16.*expected 8.0"):
+        tg.choose_kernels(stand_in(monkeypatch, (7, 5)))
+
+
 @pytest.mark.recipe
 def test_small_presets_take_dense_attention_on_a_gpu_too(tg):
     """FlexAttention's kernels there want blocks of 128 and heads of 16 at least."""
     fits = {name: tg.parse_config([f"--preset={name}"])[0].fits_flex for name in tg.PRESETS}
-    assert fits == dict(record=True, sprint=True, demo=False, tiny=False)
+    assert fits == dict(record=True, sprint=True, small=True, demo=False, tiny=False)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-def test_compiled_flex_attention_equals_dense_attention_on_a_gpu(tg):
+@pytest.mark.parametrize("small_tiles", [False, True])
+def test_compiled_flex_attention_equals_dense_attention_on_a_gpu(tg, small_tiles):
     segments = tg.segment_ids(random_tokens(2, 1024, every=200), EOD).cuda()
     upstream, found = normal(2, 1024, 2, 128, seed=9).cuda().bfloat16(), []
     for build, attend in ((tg.dense_mask, tg.attend), (tg.block_mask, torch.compile(tg.attend, dynamic=False))):
         qkv = attention_case(T=1024, D=128, dtype=torch.bfloat16, device="cuda")
-        y = attend(*qkv, build(segments, blocks(3).cuda(), 128), 0.12, 128)
+        mask = build(segments, blocks(3).cuda(), 128)._replace(small_tiles=small_tiles)
+        y = attend(*qkv, mask, 0.12, 128)
         found.append((y, *torch.autograd.grad(y, qkv, upstream)))
     for dense, fast in zip(*found):
         assert error(fast, dense) < 0.02
 
 
 @pytest.mark.gpu
-def test_the_mass_by_compiled_flex_attention_equals_the_dense_one_on_a_gpu(tg):
+@pytest.mark.parametrize("small_tiles", [False, True])
+def test_the_mass_by_compiled_flex_attention_equals_the_dense_one_on_a_gpu(tg, small_tiles):
     q, k, tokens, targets, segments = mass_case(T=1024, D=128, dtype=torch.bfloat16, device="cuda")
-    found = [mass_and_gradients(run, q, k, tokens, targets, build(segments, blocks(3).cuda(), 128), 128)
-             for run, build in ((tg.attention_mass, tg.dense_mask),
-                                (torch.compile(tg.attention_mass, dynamic=False, fullgraph=True), tg.block_mask))]
+    compiled = torch.compile(tg.attention_mass, dynamic=False, fullgraph=True)
+    masks = [build(segments, blocks(3).cuda(), 128) for build in (tg.dense_mask, tg.block_mask)]
+    found = [mass_and_gradients(run, q, k, tokens, targets, mask._replace(small_tiles=small_tiles), 128)
+             for run, mask in zip((tg.attention_mass, compiled), masks)]
     for dense, fast in zip(*found):
         assert error(fast, dense) < 0.02
 

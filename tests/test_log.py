@@ -41,7 +41,7 @@ def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real
     header = log.header
     assert log.sha_matches and log.source.decode() == tg.SOURCE == Path(tg.__file__).read_text()
     for key in ("format", "run_id", "name", "started", "config", "overrides", "argv", "source_sha256", "seed",
-                "versions", "devices", "world_size", "micro_rows", "resumed_from", "kernels", "data", "git",
+                "versions", "devices", "world_size", "resumed_from", "kernels", "data", "git",
                 "parameters"):
         assert key in header, key
     assert header["run_id"] == path.stem and header["argv"] == options and header["seed"] == 7
@@ -243,7 +243,7 @@ def progress(tg, tmp_path, **changes):
     clock.resume()
     log = tg.RunLog(str(tmp_path), tg.World())
     header = dict(devices=["NVIDIA H100 80GB HBM3"], world_size=1, parameters=dict(matmul=10 ** 9))
-    return tg.Progress(c, log, clock, ["head"], header), clock, log
+    return tg.Progress(c, log, clock, ["embed"], header), clock, log
 
 
 def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
@@ -281,7 +281,7 @@ def test_a_number_that_is_not_finite_is_named_with_its_step(tg, tmp_path, bad):
     clock.step_done()
     watch.push(4, 64, 1.0, torch.tensor([3.0, bad, 0.0]))
     clock.step_done()
-    with pytest.raises(tg.Failure, match="^step 5: not a finite number: gradient of head. Lower the"):
+    with pytest.raises(tg.Failure, match="^step 5: not a finite number: gradient of embed. Lower the"):
         watch.push(5, 64, 1.0, torch.tensor([bad, 1.0, 0.0]))
     with pytest.raises(tg.Failure, match="^step 6: not a finite number: loss. Lower the"):
         watch.look()
@@ -339,7 +339,7 @@ def test_commands_have_five_seconds(tg):
 
 def test_the_state_of_a_git_folder_is_read_without_writing_or_unknown(tg, tmp_path):
     import subprocess
-    assert tg.git_state(str(tmp_path)) == dict(commit="unknown", dirty=None)
+    assert tg.git_state(str(tmp_path)) == dict(commit="unknown", dirty="unknown")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "file").write_text("1")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,26 @@ def test_without_shards_the_message_names_pattern_and_download_command(tg, capfd
     files = write_small_shards(tmp_path)
     err = refused(tg, capfd, f"--train_files={files['train_files']}", f"--log_dir={tmp_path}/logs")
     assert "no val shards match data/builtin/val_*.bin" in err
+
+
+@pytest.mark.parametrize("sizes_gib, argv, preset, said", [
+    ((80, 80), [], "record", ""), ((80, 23.6), [], "small", "preset small, as a GPU here has 24 GiB of memory and the"),
+    ((23.6,), ["--preset=record"], "record", ""), ((), [], "demo", "")])
+def test_without_a_preset_the_memory_of_the_smallest_gpu_decides(tg, capfd, monkeypatch, tmp_path, sizes_gib, argv,
+                                                                 preset, said):
+    """No GPU is asked for anything else here: the run would then be a CPU's."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(sizes_gib))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes_gib))
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda i: SimpleNamespace(total_memory=int(sizes_gib[i] * 2 ** 30)))
+    monkeypatch.setattr(tg, "init_world", lambda deterministic: tg.World())
+    monkeypatch.setattr(tg, "train", lambda config, *more: taken.append(config.preset) or dict(
+        status="finished", checkpoint_failed=False))
+    assert tg.main([*argv, f"--log_dir={tmp_path}/logs", f"--checkpoint_dir={tmp_path}"]) == 0
+    out = capfd.readouterr().out
+    assert taken == [preset] and said in out and bool(out) == bool(said)
+    assert not said or f"needs about {tg.RECORD_GIB}" in out
 
 
 def test_a_log_folder_that_cannot_be_written_is_refused(tg, capfd):

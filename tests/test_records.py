@@ -1,6 +1,7 @@
 """The records tools: parser, checker (a test for each refusal), compare, plot, replay, seeds. No GPU, no training."""
 
 import hashlib
+import json
 import math
 import os
 import random
@@ -16,18 +17,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 pytest.importorskip("scipy")
 from records import check, compare, plot, replay, seeds  # noqa: E402
-from records.logs import HARMLESS_OVERRIDES, LogError, parse_log, rooms_of  # noqa: E402
+from records.logs import HARMLESS_OVERRIDES, LogError, logs_in, parse_log, rooms_of  # noqa: E402
 
 BASE_SOURCE = SOURCE + "BASELINE = True\n"
-RECORD_LOSSES = {seed: 3.474 + 0.0004 * seed for seed in range(1, 7)}
+RECORD_LOSSES = {seed: 3.474 + 0.0004 * (seed - 9) for seed in range(10, 16)}
 
 
 def give_readme(folder: Path, **changes) -> None:
     """Write README.md with the claim that the logs carry; `changes` replace values, None drops the line."""
     text = check.draft_claim(folder).replace(check.UNNAMED, "stand-in corpus")
     for key, value in changes.items():
-        line = "" if value is None else f"{key}: {value}\n"
-        text, count = re.subn(rf"^{key}: .*\n", line, text, flags=re.MULTILINE)
+        is_number = re.fullmatch(r"nan|[-+.e\d]+", str(value))
+        line = "" if value is None else f"{key} = {value if is_number else json.dumps(value)}\n"
+        text, count = re.subn(rf"^{key} = .*\n", line, text, flags=re.MULTILINE)
         text = text if count else text.replace("```claim\n", f"```claim\n{line}")
     (folder / "README.md").write_text(f"# A title\n\n{text}\n", encoding="utf-8")
 
@@ -76,6 +78,21 @@ def test_parse_reads_every_part(tmp_path):
 def test_tokens_are_spread_when_the_batch_changes(tmp_path):
     log = parse_log(write_log(tmp_path, result=dict(tokens_trained=1000)))
     assert log.tokens_at(10) == 250
+
+
+@pytest.mark.parametrize("source", [
+    f'TEXT = """\n{FENCE}\n"""\n{SOURCE}', f'{SOURCE}"""\n{FENCE}\n{{"format": 1}}\n{FENCE}\n"""\n',
+    SOURCE.replace("\n", "\r\n"), f'TEXT = """\r\n{FENCE}\r\n"""\r\n'])
+def test_a_source_may_hold_fences_and_carriage_returns(tmp_path, source):
+    path = tmp_path / "odd.txt"
+    path.write_bytes(log_text(source=source).encode())
+    log = parse_log(path)
+    assert log.source == source.encode() and log.sha_matches and len(log.step_times_ms) == 40
+    assert replay.main([str(path), "--write", str(tmp_path / "again.py")]) == 0
+    assert (tmp_path / "again.py").read_bytes() == source.encode()
+    path.write_bytes(log_text(source=source).encode().replace(b"sha256", b"sha-256", 1))
+    with pytest.raises(LogError, match="header lacks source_sha256|more than one log in one file"):
+        parse_log(path)
 
 
 HALF_STEP = log_text()[:log_text().index("step:40/40 val_loss") + 24]
@@ -156,13 +173,20 @@ def test_ratio_interval_is_fiellers():
     assert 0.92 < inside / 400 < 0.98
 
 
+def test_ratio_interval_when_one_side_has_no_spread():
+    a, same = [90.0, 92.0, 91.5, 90.5], [100.0, 100.0, 100.0]
+    half = 3.1824463 * check.deviation(a) / 2 / 100      # t quantile with 3 degrees of freedom
+    assert check.ratio(a, same) == pytest.approx((0.91, 0.91 - half, 0.91 + half))
+    assert check.ratio([50.0] * 2, same) == (0.5, 0.5, 0.5)
+
+
 # ---------------------------------------------------------------------------------------------- refusals: logs
 
 @pytest.mark.parametrize("change, words", [
     (dict(header=dict(source_sha256="0" * 64)), "its header says 000000000000"),
     (dict(header=dict(resumed_from="checkpoints/x.pt")), "resumed"),
     (dict(result=dict(resumed=True)), "resumed"),
-    (dict(header=dict(overrides=dict(seed=1, num_steps=40))), "--num_steps=40"),
+    (dict(header=dict(overrides=dict(seed=10, num_steps=40))), "--num_steps=40"),
     (dict(result=dict(val_loss=math.nan)), "not finite"),
     (dict(result=dict(status="non_finite")), "not finite"),
     (dict(result=dict(status="stopped", step=30)), "incomplete (stopped at step 30/40)"),
@@ -176,13 +200,13 @@ def test_ratio_interval_is_fiellers():
      "the embedded source has sha256"),
     (dict(source=SOURCE + "# one run of another script\n"), "mixed sources in the runs"),
     (dict(header=dict(config_lr_matrix=0.9)), "runs differ in lr_matrix"),
-    (dict(header=dict(seed=2)), "seed 2 counts 2 times"),
-    (dict(header=dict(run_id="run-2")), "one run counted twice: run-1.txt and run-2.txt have the same run_id"),
+    (dict(header=dict(seed=11)), "seed 11 counts 2 times"),
+    (dict(header=dict(run_id="run-11")), "one run counted twice: run-10.txt and run-11.txt have the same run_id"),
     (dict(header=dict(world_size=8)), "different hardware between the runs"),
 ])
 def test_refused_for_one_of_its_logs(tmp_path, change, words):
     folder = make_record(tmp_path / "record")
-    write_log(folder, 1, **(dict(val_loss=RECORD_LOSSES[1], step_ms=900) | change))
+    write_log(folder, 10, **(dict(val_loss=RECORD_LOSSES[10], step_ms=900) | change))
     found = refusals(folder)
     assert any(words in line for line in found), found
 
@@ -193,39 +217,77 @@ def edit_log(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
+@pytest.mark.parametrize("places, words", [
+    (("result", "val"), "the result's train_time says 30.000 s, its step times add up to 37."),
+    (("result",), "result says 30.000 s, its last validation line 37."),
+    (("train",), "the training line of step 40 says 30.000 s"),
+    (("early val",), "the validation line of step 20 says 30.000 s"),
+    (("average",), "the result's step_avg times its steps says 30.000 s"),
+    (("times",), "the result's train_time says 37."),
+    (("one time",), "it holds 39 step times for 40 steps"),
+])
+def test_refused_when_a_time_is_edited_in_some_places(tmp_path, places, words):
+    folder = make_record(tmp_path / "record")
+    text = (folder / "run-10.txt").read_text(encoding="utf-8")
+    edits = {"result": (r'("train_time_ms": )[\d.]+', r"\g<1>30000.0"),
+             "average": (r'(step_avg_ms": )[\d.]+', r"\g<1>750"),
+             "val": (r"(40/40 val_loss:\S+ train_time:)\d+", r"\g<1>30000"),
+             "early val": (r"(20/40 val_loss:\S+ train_time:)\d+", r"\g<1>30000"),
+             "train": (r"(40/40 train_loss:\S+ train_time:)\d+", r"\g<1>30000"),
+             "times": (r"(step_times_ms:\[)[\d.]+", r"\g<1>1000.0"), "one time": (r"(step_times_ms:\[)[\d.]+, ", r"\1")}
+    for place in places:
+        text, count = re.subn(*edits[place], text)
+        assert count == 1
+    (folder / "run-10.txt").write_text(text, encoding="utf-8")
+    found = refusals(folder)
+    assert any(words in line for line in found), found
+
+
+def test_times_may_round_but_not_by_a_thousandth(tmp_path):
+    log = parse_log(write_log(tmp_path, 1))
+    total_ms = sum(log.step_times_ms)
+    for share, words in ((0.0009, []), (0.0012, ["the result's train_time"]), (-0.0012, ["the result's train_time"])):
+        ms = total_ms * (1 + share)
+        text = log_text(1, result=dict(train_time_ms=ms)).replace(
+            f"train_time:{total_ms:.0f}ms step_avg:{total_ms / 40:.2f}ms\n", f"train_time:{ms:.0f}ms step_avg:1ms\n")
+        (tmp_path / "run-1.txt").write_text(text, encoding="utf-8")
+        found = check.log_refusals(parse_log(tmp_path / "run-1.txt"), "run")
+        assert len(found) == len(words) and all(word in line for word, line in zip(words, found)), found
+
+
 def test_refused_same_events_under_another_name(tmp_path):
     folder = make_record(tmp_path / "record")
-    text = (folder / "run-1.txt").read_text(encoding="utf-8")
-    text = text.replace('"run-1"', '"run-7"').replace('"seed": 1', '"seed": 7')
-    (folder / "run-7.txt").write_text(text, encoding="utf-8")
+    text = (folder / "run-10.txt").read_text(encoding="utf-8")
+    text = text.replace('"run-10"', '"run-16"').replace('"seed": 10', '"seed": 16')
+    (folder / "run-16.txt").write_text(text, encoding="utf-8")
     give_readme(folder)
     assert refusals(folder) == [
-        "one run counted twice: run-1.txt and run-7.txt have the same step lines and times"]
+        "one run counted twice: run-10.txt and run-16.txt have the same step lines and times"]
 
 
 def test_refused_run_that_is_also_its_baseline(tmp_path):
     folder = make_record(tmp_path / "record")
-    (folder / "baseline" / "run-1.txt").write_bytes((folder / "run-1.txt").read_bytes())
+    (folder / "baseline" / "run-10.txt").write_bytes((folder / "run-10.txt").read_bytes())
     assert any("one run counted twice" in line for line in refusals(folder))
 
 
 def test_refused_log_without_result(tmp_path):
     folder = make_record(tmp_path / "record")
-    path = folder / "run-1.txt"
+    path = folder / "run-10.txt"
     path.write_text(path.read_text(encoding="utf-8").split("result:")[0], encoding="utf-8")
     assert any("no result line" in line for line in refusals(folder))
 
 
 def test_refused_log_with_a_loss_that_is_not_finite_on_the_way(tmp_path):
     folder = make_record(tmp_path / "record")
-    edit_log(folder / "run-1.txt", "step:20/40 train_loss:", "step:20/40 train_loss:nan x:")
-    assert "run-1.txt: a loss is not finite (step 20)" in refusals(folder)
+    edit_log(folder / "run-10.txt", "step:20/40 train_loss:", "step:20/40 train_loss:nan x:")
+    assert "run-10.txt: a loss is not finite (step 20)" in refusals(folder)
 
 
 def test_refused_log_without_its_last_validation(tmp_path):
     folder = make_record(tmp_path / "record")
-    edit_log(folder / "run-1.txt", "step:40/40 val_loss", "note: 40/40 val_loss")
-    assert refusals(folder) == ["run-1.txt: no validation line at its last step 40"]
+    edit_log(folder / "run-10.txt", "step:40/40 val_loss", "note: 40/40 val_loss")
+    assert refusals(folder) == ["run-10.txt: no validation line at its last step 40"]
 
 
 def test_refused_folder_without_logs(tmp_path):
@@ -237,7 +299,7 @@ def test_refused_folder_without_logs(tmp_path):
 
 def test_refused_log_that_is_too_large(tmp_path):
     folder = make_record(tmp_path / "record")
-    with open(folder / "run-1.txt", "a", encoding="utf-8") as file:
+    with open(folder / "run-10.txt", "a", encoding="utf-8") as file:
         file.write("note: long\n" * 30000)
     found = refusals(folder)
     assert len(found) == 1 and "more than 300,000" in found[0]
@@ -262,7 +324,7 @@ OTHER_TRAIN = dict(files=[dict(file="x", bytes=1, tokens=100000000, fingerprint=
     (dict(header=dict(devices=["NVIDIA H200"])), "different hardware between runs and baseline"),
     (dict(val_tokens=1000, header=dict(config_val_tokens=1000)), "different validation tokens"),
     (dict(source=SOURCE), "runs and baseline ran the same source and configuration"),
-    (dict(header=dict(overrides=dict(model_dim=8))), "baseline: run-1.txt: overridden"),
+    (dict(header=dict(overrides=dict(model_dim=8))), "baseline: run-10.txt: overridden"),
     (dict(step_ms=899), "not faster than its baseline"),
 ])
 def test_refused_for_its_baseline(tmp_path, change, words):
@@ -286,7 +348,7 @@ def test_refused_without_baseline(tmp_path):
 
 def test_refused_with_too_few_runs(tmp_path):
     folder = make_record(tmp_path / "record")
-    for seed in range(2, 7):
+    for seed in range(11, 16):
         (folder / f"run-{seed}.txt").unlink()
     give_readme(folder, kind="record", p=0.001)
     found = refusals(folder)
@@ -298,7 +360,7 @@ def test_refused_with_too_few_runs(tmp_path):
     ([3.40, 3.55, 3.40, 3.55, 3.40, 3.55], "one-sided p is"), ([3.475] * 6, "the losses are all equal")])
 def test_refused_when_the_mean_is_not_surely_below(tmp_path, losses, words):
     folder = make_record(tmp_path / "record", readme=False)
-    for seed, loss in enumerate(losses, 1):
+    for seed, loss in enumerate(losses, 10):
         write_log(folder, seed, val_loss=loss, step_ms=900)
     give_readme(folder, p="0.001")
     assert any("not below the target 3.48 with p < 0.01" in line and words in line for line in refusals(folder))
@@ -339,6 +401,18 @@ def test_refused_for_its_readme(tmp_path, change, words):
     assert any(words in line for line in found), found
 
 
+@pytest.mark.parametrize("key, claimed, measured, accepted", [
+    ("val_loss", "3.475", 3.4754, True), ("val_loss", "3.475", 3.4756, False), ("time_s", "55", 55.4, True),
+    ("time_s", "55", 55.6, False), ("time_s", "50", 50.6, False), ("ratio", "0.2", 0.206, False),
+    ("ratio", "0.2", 0.204, True), ("p", "0.007", 0.0071, True), ("p", "0.007", 0.0074, False),
+    ("val_loss", "3.4750", 3.47504, True), ("val_loss", "3.4750", 3.47506, False), ("time_s", "55.0", 55.04, True),
+    ("time_s", "55.0", 55.06, False), ("ratio", "0.200", 0.2004, True), ("ratio", "0.200", 0.2006, False),
+    ("p", "0.00700", 0.007004, True), ("p", "0.00700", 0.007006, False),
+    ("rung_1_loss", "4", 4.001, False), ("rung_1_s", "1e2", 100.6, False), ("rung_1_s", "1e2", 100.4, True)])
+def test_a_claim_may_round_by_half_a_unit_of_its_last_digit(key, claimed, measured, accepted):
+    assert (check.better_than_logs(key, check.Decimal(claimed), measured) is None) == accepted
+
+
 def test_a_claim_may_round_and_may_be_modest(tmp_path):
     folder = make_record(tmp_path / "record")
     give_readme(folder, time_s="38", val_loss="3.476", p="<0.001", ratio="0.95")
@@ -350,8 +424,8 @@ def test_refused_readme_missing_or_with_two_blocks(tmp_path):
     text = (folder / "README.md").read_text(encoding="utf-8")
     (folder / "README.md").write_text(text + text, encoding="utf-8")
     assert any("has 2 blocks" in line for line in refusals(folder))
-    (folder / "README.md").write_text(text.replace("n: 6", "n: 6\nn: 6"), encoding="utf-8")
-    assert any("comes twice" in line for line in refusals(folder))
+    (folder / "README.md").write_text(text.replace("n = 6", "n = 6\nn = 6"), encoding="utf-8")
+    assert any("is no TOML: Cannot overwrite a value" in line for line in refusals(folder))
     (folder / "README.md").unlink()
     assert any("no readable README.md" in line for line in refusals(folder))
 
@@ -382,6 +456,106 @@ def test_a_surplus_of_the_baseline_is_noted(tmp_path):
     assert report.notes == ["the baseline's loss is lower by 0.0100: that surplus is part of the ratio"]
 
 
+def test_a_surplus_that_may_be_chance_is_not_noted(tmp_path):
+    folder = make_record(tmp_path / "record", readme=False)
+    for seed, loss in RECORD_LOSSES.items():
+        write_log(folder / "baseline", seed, val_loss=loss - 0.0005, step_ms=950, source=BASE_SOURCE,
+                  header=dict(run_id=f"base-{seed}"))
+    give_readme(folder)
+    report = check.check_folder(folder)
+    assert report.refusals == [] and report.notes == []
+
+
+# ---------------------------------------------------------------------------------------------- records by contract
+
+@pytest.mark.parametrize("where", ["run-10.txt", "baseline/run-10.txt"])
+@pytest.mark.parametrize("old, new, words", [
+    ('"seed": 10', '"seed": 9', "seed 9: a record counts seeds from 10 on"),
+    ('"overrides": {', '"overrides": {"micro_rows": 1, ', "--micro_rows=1"),
+    ('"overrides": {', '"overrides": {"self_check": "off", ', "--self_check=off"),
+    ('"parameters": {', '"parameter": {', "does not list the parameters"),
+    ('"torch": "2.11.0"', '"torch": "2.12.0"', "its torch is 2.1"),
+])
+def test_refused_record_against_the_contract(tmp_path, where, old, new, words):
+    folder = make_record(tmp_path / "record")
+    edit_log(folder / where, old, new)
+    found = refusals(folder)
+    assert any(words in line for line in found), found
+    assert ("baseline: " in found[0]) == ("baseline" in where) or "torch" in words
+
+
+def test_a_record_may_name_paths_and_checkpoints(tmp_path):
+    folder = make_record(tmp_path / "record")
+    edit_log(folder / "run-10.txt", '"overrides": {', '"overrides": {"train_files": "x/*.bin", "checkpoint_dir": "y", ')
+    assert refusals(folder) == []
+
+
+def test_parameters_stand_beside_the_claim(tmp_path):
+    folder = make_record(tmp_path / "record")
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert "parameters_dense = 85000000\nparameters_tables = 39000000\n" in text
+    assert "  parameters: 85,000,000 in dense matrices, 39,000,000 in tables" in check.check_folder(folder).lines
+    give_readme(folder, parameters_tables="38999999")
+    assert refusals(folder) == ["README.md says parameters_tables 38999999, the logs say 39000000"]
+    give_readme(folder, parameters_dense=None)
+    assert refusals(folder) == ["README.md: claim lacks parameters_dense"]
+
+
+@pytest.mark.parametrize("order, accepted", [("ibibibibibib", True), ("ibbiibbiibbi", True), ("iiiiiibbbbbb", False),
+                                             ("ibibibibbbii", False)])
+def test_arms_take_turns(tmp_path, order, accepted):
+    folder = make_record(tmp_path / "record", readme=False)
+    seeds_left = {"i": [*RECORD_LOSSES], "b": [*RECORD_LOSSES]}
+    for minute, arm in enumerate(order):
+        seed = seeds_left[arm].pop()
+        path = (folder if arm == "i" else folder / "baseline") / f"run-{seed}.txt"
+        edit_log(path, f"2026-12-01T10:{seed:02}:00", f"2026-12-01T11:{minute:02}:00")
+    give_readme(folder)
+    found = refusals(folder)
+    assert found == [] if accepted else "not turn by turn" in found[0], found
+
+
+def make_equal_loss(folder: Path, margin: float, baseline_seeds=RECORD_LOSSES, **base) -> Path:
+    """A record folder whose target is the baseline's mean; its runs end `margin` below."""
+    none = dict(config_target_loss=0.0)
+    for seed, loss in RECORD_LOSSES.items():
+        write_log(folder, seed, val_loss=loss - margin, step_ms=500, header=none)
+    for seed in baseline_seeds:
+        write_log(folder / "baseline", seed, val_loss=RECORD_LOSSES[seed], source=BASE_SOURCE,
+                  **(dict(step_ms=950, header=none | dict(run_id=f"base-{seed}")) | base))
+    give_readme(folder)
+    return folder
+
+
+def test_a_record_at_equal_loss_is_accepted(tmp_path):
+    folder = make_equal_loss(tmp_path / "2027-01-31_Equal", 0.003)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert 'kind = "record"' in text and 'target = "baseline"' in text
+    report = check.check_folder(folder)
+    assert report.refusals == [] and "| baseline | 6 |" in report.row
+    assert report.row.endswith("| 0.5263 [0.5261, 0.5265] |"), report.row
+    losses = [[loss - margin for loss in RECORD_LOSSES.values()] for margin in (0.003, 0.0)]
+    delta, se = -0.003, math.sqrt(2 / 6) * check.deviation(losses[1])
+    from scipy import stats
+    assert check.p_less(*losses) == pytest.approx(stats.t.cdf(delta / se, 10))     # equal spreads: 2 n - 2
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (dict(margin=0.0005), "mean loss is not below the mean of its baseline with p < 0.01"),
+    (dict(margin=-0.003), "mean loss is not below the mean of its baseline with p < 0.01"),
+    (dict(margin=0.003, baseline_seeds=(10, 11, 12, 13, 14)), "5 logs in baseline/: the target needs at least 6"),
+    (dict(margin=0.003, baseline_seeds=()), "0 logs in baseline/"),
+    (dict(margin=0.003, step_ms=499), "not faster than its baseline"),
+])
+def test_refused_record_at_equal_loss(tmp_path, arguments, words):
+    folder = make_equal_loss(tmp_path / "equal", **arguments)
+    give_readme(folder, kind="record", target="baseline", p="0.5", ratio="2")
+    found = refusals(folder)
+    assert any(words in line for line in found), found
+    give_readme(folder, kind="record", target="3.48", p="0.5", ratio="2")
+    assert any("has no target_loss" in line for line in refusals(folder))
+
+
 def test_gaps_in_the_seeds_are_noted(tmp_path):
     for seed in (1, 2, 4):
         write_log(tmp_path, seed, val_loss=3.47 + 0.001 * seed)
@@ -395,30 +569,39 @@ def make_ladder(folder: Path, **last_rung) -> Path:
         settings |= last_rung if title == "untied" else {}
         settings["header"] = {"config_target_loss": 0.0} | settings["header"]
         write_log(folder, number, **settings).rename(folder / f"{number}_{title}.txt")
-    give_readme(folder, target="3.7")
+    give_ladder_readme(folder)
     return folder
+
+
+def give_ladder_readme(folder: Path, **changes) -> None:
+    rungs = [f"{key} = {value}\n" for key, value in (dict(n=4, target="3.7") | changes).items()]
+    (folder / "README.md").write_text(f'''```claim
+kind = "ladder"
+hardware = "1 x NVIDIA H100 80GB HBM3"
+data = "stand-in, val {VAL_PRINT}"
+{"".join(rungs)}```''', encoding="utf-8")
 
 
 def test_a_good_ladder_is_accepted(tmp_path):
     folder = make_ladder(tmp_path / "2027-01-31_Ladder")
     report = check.check_folder(folder)
-    assert report.refusals == [] and "4 rungs" in report.row
-    assert "rung 0 adamw" in report.lines[0] and "does not reach it" in report.lines[0]
-    seconds = float(re.search(r"([\d.]+) s to it", report.lines[2])[1])
-    give_readme(folder, target="3.7", rung_2_s=f"{seconds:.1f}")
+    assert report.refusals == [] and "4 rungs" in report.row and "| 3.9000 > 3.5000 |" in report.row
+    assert "0_adamw" in report.lines[0] and "seconds to 3.7: -," in report.lines[0]
+    seconds = float(re.search(r"seconds to 3.7: ([\d.]+)", report.lines[2])[1])
+    give_ladder_readme(folder, rung_2_s=f"{seconds:.1f}")
     assert refusals(folder) == []
-    give_readme(folder, target="3.7", rung_2_s=f"{seconds - 1:.1f}", rung_0_s="30")
+    give_ladder_readme(folder, rung_2_s=f"{seconds - 1:.1f}", rung_0_s="30", rung_9_loss="3.9")
     found = refusals(folder)
-    assert len(found) == 2 and all("better than the logs: rung_" in line for line in found)
+    assert len(found) == 3 and all("better than the logs: rung_" in line for line in found)
 
 
 @pytest.mark.parametrize("change, words", [
     (dict(num_steps=50), "different tokens trained between the rungs"),
     (dict(header=dict(config_batch_tokens=1000), result=dict(tokens_trained=40 * 524288)), "different batch_tokens"),
-    (dict(header=dict(data=dict(train=OTHER_TRAIN, val=VAL_FILES))), "different training data between the rungs"),
-    (dict(header=dict(devices=["NVIDIA H200"])), "different hardware between the rungs"),
+    (dict(header=dict(data=dict(train=OTHER_TRAIN, val=VAL_FILES))), "different training data between the runs"),
+    (dict(header=dict(devices=["NVIDIA H200"])), "different hardware between the runs"),
     (dict(source=SOURCE + "RUNG = 1\n"), "two rungs ran the same source"),
-    (dict(result=dict(status="target_reached", step=30)), "rung 3: 3_untied.txt: stopped when it saw its target"),
+    (dict(result=dict(status="target_reached", step=30)), "3_untied.txt: stopped when it saw its target"),
     (dict(header=dict(run_id="run-1")), "one run counted twice"),
 ])
 def test_refused_ladder(tmp_path, change, words):
@@ -428,39 +611,10 @@ def test_refused_ladder(tmp_path, change, words):
 
 def test_refused_ladder_claims(tmp_path):
     folder = make_ladder(tmp_path / "ladder")
-    give_readme(folder, target="soon")
+    give_ladder_readme(folder, target='"soon"')
     assert refusals(folder) == ["README.md: target is soon, not a number"]
-    give_readme(folder, target="3.7", n="5")
+    give_ladder_readme(folder, n="5")
     assert refusals(folder) == ["README.md says better than the logs: n 5, the folder holds 4"]
-    (tmp_path / "empty").mkdir()
-    (folder / "README.md").rename(tmp_path / "empty" / "README.md")
-    assert refusals(tmp_path / "empty") == ["no rungs (<number>_<title>.txt or sub-folders)"]
-
-
-def test_refused_ladder_with_mixed_or_doubled_rungs(tmp_path):
-    folder = make_ladder(tmp_path / "ladder")
-    settings = dict(val_loss=3.4, header=dict(config_target_loss=0.0))
-    for seed in (10, 11):
-        write_log(folder / "4_last", seed, source=f"{SOURCE}SEED = {seed}\n", **settings)
-    write_log(folder, 12, source=f"{SOURCE}RUNG = 12\n", **settings).rename(folder / "2_again.txt")
-    found = refusals(folder)
-    assert any("mixed sources in rung 4" in line for line in found), found
-    assert "rung 2 is there 2 times" in found
-
-
-def test_refused_ladder_names_and_sub_folders(tmp_path):
-    folder = make_ladder(tmp_path / "ladder")
-    (folder / "0_adamw.txt").rename(folder / "adamw.txt")
-    assert any("adamw.txt: not named <number>_<title>" in line for line in refusals(folder))
-    (folder / "adamw.txt").unlink()
-    rung = folder / "0_adamw"
-    for seed in (10, 11):
-        write_log(rung, seed, val_loss=3.9 + 0.001 * seed, source=SOURCE + "RUNG = 0\n",
-                  header=dict(config_target_loss=0.0))
-    give_readme(folder, target="3.7")
-    assert refusals(folder) == []
-    give_readme(rung, kind="rung", val_loss="3.1")
-    assert any(line.startswith("0_adamw: README.md says better") for line in refusals(folder))
 
 
 # ---------------------------------------------------------------------------------------------- table and front door
@@ -468,7 +622,7 @@ def test_refused_ladder_names_and_sub_folders(tmp_path):
 def test_table_and_folders_agree():
     reports = [check.check_folder(folder) for folder in check.record_folders()]
     assert {report.folder.name: report.refusals for report in reports if report.refusals} == {}
-    assert check.table_in((ROOT / "records" / "README.md").read_text(encoding="utf-8")) == check.summary(reports)
+    assert check.around_table((ROOT / "records" / "README.md").read_text(encoding="utf-8"))[1] == check.summary(reports)
 
 
 def test_every_folder_here_is_named_as_a_record():
@@ -480,8 +634,7 @@ def test_ladder_sources_extract_and_import(tmp_path):
     sources = {}
     for folder in check.record_folders():
         if check.check_folder(folder).kind == "ladder":
-            for rung in check.rungs_of(folder)[0]:
-                sources |= {log.source_sha256: log for log in rung.logs}
+            sources |= {log.source_sha256: log for log in logs_in(folder)[0]}
     if not sources:
         pytest.skip("no ladder in records/ yet")
     for sha, log in sources.items():
@@ -510,7 +663,7 @@ def test_main_exit_codes_summary_and_table(tmp_path, monkeypatch, capsys):
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert text.startswith("a\n") and text.endswith("\nb\n") and "[Good]" in text and "[Bad]" not in text
     assert check.main(["--summary", str(tmp_path / "2027-01-31_Good")]) == 0
-    assert check.table_in(text) in capsys.readouterr().out
+    assert check.around_table(text)[1] in capsys.readouterr().out
     assert check.main([str(tmp_path / "nowhere")]) == 1 and "no such folder" in capsys.readouterr().out
     assert check.main(["--draft", str(tmp_path / "nowhere")]) == 1
 
@@ -536,7 +689,7 @@ def test_compare_two_sets_of_runs(tmp_path, capsys):
     assert f"{delta:+.4f} [{low:+.4f}, {high:+.4f}]" in last
     assert "at the end (step 40 -> 40): 3.4754 -> 3.4754" in text
     assert "seconds to 3.48 (interpolated)" in text and "mean step: 99" in text
-    one_each = [str(folder / "run-1.txt"), str(folder / "baseline" / "run-1.txt")]
+    one_each = [str(folder / "run-10.txt"), str(folder / "baseline" / "run-10.txt")]
     assert compare.main(one_each) == 0 and "no interval: needs 2 runs a side" in capsys.readouterr().out
     assert compare.main([str(folder / "README.md"), str(folder)]) == 2
     assert "not a log" in capsys.readouterr().err
@@ -555,9 +708,7 @@ def test_plots_are_written(tmp_path, monkeypatch, capsys):
     folder = make_record(tmp_path / "record", slow={11: 3000.0, 40: 2000.0})
     assert plot.main([str(folder), "-o", str(tmp_path / "runs.png")]) == 0
     ladder = make_ladder(tmp_path / "ladder")
-    assert plot.main(["--ladder", str(ladder), "-o", str(tmp_path / "ladder.png")]) == 0
-    for name in ("runs.png", "ladder.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     assert [(label, len(logs)) for label, logs in plot.read_places([folder, ladder])] == [
         ("record", 6), ("record: baseline", 6), ("0_adamw", 1), ("1_muon", 1), ("2_modern_parts", 1), ("3_untied", 1)]
     figure = plot.draw_runs(plot.read_places([folder]))
@@ -567,8 +718,59 @@ def test_plots_are_written(tmp_path, monkeypatch, capsys):
     assert labels == {"timed training seconds", "training tokens (millions)", "step"}
     capsys.readouterr()
     assert plot.main([str(tmp_path / "nothing"), "-o", str(tmp_path / "x.png")]) == 2
-    assert plot.main(["--ladder", str(folder), "-o", str(tmp_path / "x.png")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2 and not (tmp_path / "x.png").exists()
+    assert len(capsys.readouterr().err.splitlines()) == 1 and not (tmp_path / "x.png").exists()
+
+
+TABLE = """recipe,size,log,gpu_seconds,loss
+base,small,figure,100,4.0
+base,large,figure,1600,3.0
+idea,small,small/*.txt,,
+idea,large,figure,400,3.0
+"""
+
+
+def test_a_scaling_table_gives_points_and_ratios(tmp_path):
+    for seed, loss in ((1, 3.9), (2, 4.1)):
+        write_log(tmp_path / "small", seed, val_loss=loss, step_ms=1000, header=dict(world_size=2))
+    (tmp_path / "table.csv").write_text(TABLE, encoding="utf-8")
+    recipes = plot.read_scaling(tmp_path / "table.csv")
+    small, large = recipes["idea"]
+    seconds = [2 * parse_log(tmp_path / "small" / f"run-{seed}.txt").train_time_s for seed in (1, 2)]
+    assert small == plot.Scale("idea", "small", pytest.approx(sum(seconds) / 2), pytest.approx(4.0), False)
+    assert large == plot.Scale("idea", "large", 400.0, 3.0, True)
+    assert plot.gpu_seconds_to(recipes["base"], 3.5) == pytest.approx(400)      # half way on a logarithmic axis
+    assert plot.gpu_seconds_to(recipes["base"], 2.9) is None and plot.gpu_seconds_to(recipes["base"], 4.1) is None
+    found = plot.scaling_ratios(*recipes.values(), target=3.5)
+    assert [loss for loss, *_ in found] == [4.0, 3.5, 3.0]
+    assert found[-1] == (3.0, pytest.approx(1600), pytest.approx(0.25))
+    assert found[1][2] == pytest.approx(math.sqrt(small.gpu_seconds * 400) / 400)
+
+
+def test_a_scaling_picture_is_800_pixels_wide_and_says_what_is_a_figure(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_log(tmp_path / "small", 1, val_loss=4.0)
+    (tmp_path / "table.csv").write_text(TABLE, encoding="utf-8")
+    picture = tmp_path / "scaling.png"
+    assert plot.main([f"--scaling={tmp_path / 'table.csv'}", "--target=3.5", "-o", str(picture)]) == 0
+    assert int.from_bytes(picture.read_bytes()[16:20], "big") == 800
+    figure = plot.draw_scaling(plot.read_scaling(tmp_path / "table.csv"), 3.5)
+    above, below = figure.axes
+    assert [text.get_text() for text in above.get_legend().get_texts()] == [
+        "base", "idea", "a figure, no log", "target 3.5"]
+    hollow = [line for line in above.lines if len(line.get_xdata()) == 1 and line.get_markerfacecolor() == "white"]
+    assert len(hollow) == 3 and any(text.get_text() == "0.250 at 3.000" for text in below.texts)
+
+
+@pytest.mark.parametrize("old, new, words", [
+    ("figure,400,3.0", "figure,,3.0", "line 5 is a figure without numbers"), ("idea", "base", "holds 1 recipes"),
+    ("figure,400", "figure,0", "seconds above 0"), ("small/*.txt", "none/*.txt", "no log matches none/*.txt"),
+    ("idea,large", "idea,", "line 5 lacks recipe, size or log"), ("small/*.txt", "table.csv", "table.csv: not a log")])
+def test_a_scaling_table_is_refused_in_one_line(tmp_path, capsys, old, new, words):
+    write_log(tmp_path / "small", 1, val_loss=4.0)
+    (tmp_path / "table.csv").write_text(TABLE.replace(old, new), encoding="utf-8")
+    assert plot.main([f"--scaling={tmp_path / 'table.csv'}"]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------- replay, seeds

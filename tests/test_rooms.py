@@ -376,11 +376,10 @@ def check_environment(script):
 
 def check_collectives(script):
     def talks(use):
-        checkpointing = is_of(use.origin, "torch.distributed.checkpoint") and script.room(use.line) == LOG
         called = not is_of(use.origin, "torch") and use.chain.split(".")[-1] in COLLECTIVE_NAMES and "." in use.chain
-        return not checkpointing and (is_of(use.origin, "torch.distributed") or called)
+        return is_of(use.origin, "torch.distributed") or called
     return find_forbidden(script, others(WORLD, OPTIMIZER, TRAINING), "collective",
-                          "only in World, Optimizer and Training (room 8: torch.distributed.checkpoint)", talks)
+                          "only in World, Optimizer and Training", talks)
 
 
 def check_clocks(script):
@@ -605,8 +604,7 @@ def rate(step, config: Config):
     return [step for step in range(step)]
 # 8. Log and checkpoint
 def save(config: Config, world: World):
-    import torch.distributed.checkpoint as dcp
-    dcp.save({})
+    torch.save({}, "file")
     return time.time()
 # 9. Training
 def train(config):
@@ -705,7 +703,7 @@ BAD_ROOMS = [  # check, room, code appended to it, what is said
     (check_collectives, DATA, "def f():\n    return torch.distributed.get_rank()\n", "torch.distributed.get_rank"),
     (check_collectives, KERNELS, "def f(group, x):\n    group.all_gather(x)\n", "group.all_gather"),
     (check_collectives, LOG, "def f():\n    dist.barrier()\n", "dist.barrier"),
-    (check_collectives, MODEL, "def f():\n    import torch.distributed.checkpoint as c\n    c.load({})\n", "c.load"),
+    (check_collectives, LOG, "def f():\n    import torch.distributed.checkpoint as c\n    c.load({})\n", "c.load"),
     (check_clocks, MODEL, "def f():\n    return time.time()\n", "time.time"),
     (check_clocks, DOOR, "START = time.monotonic()\n", "time.monotonic"),
     (check_clocks, MODEL, "def f():\n    import datetime\n    return datetime.datetime.now()\n", "datetime.now"),
@@ -744,7 +742,6 @@ INNOCENT = [  # room, code that a rough check would take for a violation
     (SCHEDULES, f"# table\nrows = (\n    {'1, ' * 36}\n)\n# end of table\n"),
     (OPTIMIZER, "def f(x):\n    return dist.reduce_scatter_tensor(x), torch.distributed.get_rank()\n"),
     (WORLD, "def f():\n    import datetime\n    return datetime.timedelta(minutes=1)\n"),
-    (LOG, "def f():\n    return torch.distributed.checkpoint.load({})\n"),
 ]
 
 

@@ -123,7 +123,7 @@ def assert_same_gradients(found, wanted, tolerance):
         assert gradient.norm() > 0, name
         assert (found[name] - gradient).norm() / gradient.norm() < 500 * tolerance, name
         families.setdefault(re.sub(r"\d+", "*", name), []).append((found[name], gradient))
-    assert len(families) == 17
+    assert len(families) == 16
     for name, pairs in families.items():
         got, gradient = (torch.cat([t.flatten() for t in side]) for side in zip(*pairs))
         assert (got - gradient).norm() / gradient.norm() < tolerance, name
@@ -161,15 +161,16 @@ def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, a
     """Of the training loss by hand: each row by its own candidates, mixed with its copies."""
     run = small_run(files)
     batch, asked, model = next(small_batches(run)), tg.train_view(run, 0), run.model
-    assert asked.candidates == 128
+    assert 0 < asked.candidates < 384
     segments = tg.segment_ids(batch.inputs, EOD)
     masks = model.masks(segments, asked.window)
     hidden = model.hidden(batch.inputs, segments, masks, True)
     log_lm, log_copy = model.pointer(hidden, batch.inputs, batch.targets, masks["long"])
     loss = 0.0
     for row in range(6):
-        ids = tg.candidate_set(batch.targets[row], 384, 128, (asked.row + row) * 128)[0]
-        logp = (23 * torch.sigmoid((hidden[row] @ model.head[ids].T + 5) / 7.5)).log_softmax(-1)
+        start = (asked.row + row) * asked.candidates
+        ids = tg.candidate_set(batch.targets[row], 384, asked.candidates, start)[0]
+        logp = (23 * torch.sigmoid((hidden[row] @ model.embed[ids].T + 5) / 7.5)).log_softmax(-1)
         for t, target in enumerate(batch.targets[row].tolist()):
             p = log_lm[row, t].exp() * logp[t, ids.tolist().index(target)].exp() + log_copy[row, t].exp()
             loss = loss - p.log() / (6 * 64)
@@ -188,7 +189,7 @@ def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, a
 
 
 @pytest.mark.parametrize("micro_rows, wanted", [
-    (24, (6, 12)), (100, (6, 12)), (6, (6, 6)), (5, (3, 4)), (1, (1, 1)), (0, (6, 12))])
+    (24, (6, 12)), (100, (6, 12)), (6, (6, 6)), (5, (3, 4)), (1, (1, 1))])
 def test_micro_batches_are_equal_and_at_most_micro_rows(tg, files, micro_rows, wanted):
     run = small_run(files, micro_rows=micro_rows)
     assert (tg.rows_at_once(run, 0), tg.rows_at_once(run, 1)) == wanted
@@ -200,10 +201,10 @@ def test_rows_are_numbered_over_steps_and_ranks(tg, files):
     first = [tg.train_view(run, step).row for step in range(3)]
     sizes = [tg.rows_at(run.config, step) for step in range(3)]
     assert all(first[i] + sizes[i] <= first[i + 1] for i in range(2))
-    for rank in range(2):
-        run.world = tg.World(rank, 2)
+    for rank in range(5):
+        run.world = tg.World(rank, 5)
         assert [tg.train_view(run, step).row for step in range(3)] == [
-            a + rank * n // 2 for a, n in zip(first, sizes)]
+            a + rank * -(-n // 5) for a, n in zip(first, sizes)]
 
 
 @pytest.mark.slow
@@ -230,7 +231,7 @@ def test_validation_compiles_nothing_but_its_loss(tg, files, monkeypatch):
     monkeypatch.setattr(tg, "find_compiler", lambda: "not needed")
     run = small_run(files, compile="on", num_steps=8)
     step = 4                                             # 12 rows, candidates; the last stage has 24
-    run.micro_rows = 12
+    run.config = replaced(run.config, micro_rows=12)
     batches = list(small_batches(run))
     take_step(run, step, batches[step])
     before = counters["stats"]["unique_graphs"]
@@ -299,7 +300,7 @@ def test_the_validation_loss_is_the_mean_over_exactly_val_tokens_targets(tg, fil
 
 
 def test_more_context_before_a_row_helps_a_trained_model(tg, files):
-    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.1, table_rows=1, value_layers=())
+    run = small_run(files, random_weights=False, num_steps=100, lr_embed=0.05, table_rows=1, value_layers=())
     for step, batch in enumerate(small_batches(run)):       # without the tables that learn these few tokens by heart
         take_step(run, step, batch)
     losses = []
@@ -387,7 +388,6 @@ def test_a_second_process_compiles_what_follows_the_blocks(tg, files, monkeypatc
             break
     monkeypatch.undo()
     note("beside")
-    monkeypatch.setattr(tg, "exit_when_input_closes", lambda: None)
     built, build = [], tg.build
     monkeypatch.setattr(tg, "build", lambda *args: built.append(build(*args)) or runs[1])
     tg.compile_beside(options)
@@ -396,39 +396,36 @@ def test_a_second_process_compiles_what_follows_the_blocks(tg, files, monkeypatc
     assert len([a for a in asked["beside"] if a[0] == "loss"]) == 4                # stages
 
 
-def test_the_second_process_ends_well_and_when_its_input_closes(tg, files, tmp_path):
-    """The file itself with another first word, for real with compilation off: it ends well, and at once when nobody
-    holds its standard input any more: warm-up is over, or the trainer is dead."""
-    copy = tmp_path / "my-idea 2.py"                         # no name for an import statement
-    copy.write_text(tg.SOURCE)
-
-    def start(options):
-        command = [sys.executable, str(copy), tg.COMPILE_BESIDE, *options]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with start(small_options(**files)) as process:
-        assert process.stderr.read() == "" and process.wait(120) == 0
-    with start(small_options(**files, num_steps="x")) as process:
-        assert "--num_steps=x" in process.stderr.read() and process.wait(120) == 1
-    parse = "    config, overrides = parse_config(argv)\n    small"
-    assert parse in tg.SOURCE
-    copy.write_text(tg.SOURCE.replace(parse, "    time.sleep(600)\n    small"))
-    began = time.perf_counter()
-    with start([]) as process:
-        pass
-    assert time.perf_counter() - began < 60 and process.returncode == 0
-
-
-@pytest.mark.parametrize("change, wanted", [
+@pytest.mark.parametrize("change, started", [
     ({}, True), (dict(compile=False), False), (dict(local=1), False), (dict(deterministic="on"), False),
-    (dict(micro_rows=0), False), (dict(micro_rows=4), False)])
-def test_the_second_process_is_started_only_where_it_helps_and_fits(tg, files, monkeypatch, change, wanted):
+    (dict(micro_rows=4), False)])
+def test_the_second_process_is_started_only_where_it_helps_and_fits_and_ended_with_the_warm_up(
+        tg, files, tmp_path, monkeypatch, change, started):
     """Free are 73 GiB: enough for three rows at once, not for four."""
-    run = small_run(files, micro_rows=3, **{k: v for k, v in change.items() if k == "deterministic"})
-    run.kernels = run.kernels._replace(compile=change.get("compile", True))
-    run.config = replaced(run.config, micro_rows=change.get("micro_rows", 3))
-    run.world = tg.World(local=change.get("local", 0))
+    copy = tmp_path / "my-idea 2.py"                         # no name for an import statement
+    copy.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(tg, "__file__", str(copy))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (73 * 2 ** 30, 80 * 2 ** 30))
-    assert tg.may_compile_beside(run) is wanted
+    processes, popen = [], subprocess.Popen
+
+    def noting(*args, **more):
+        processes.append(popen(*args, **more))
+        return processes[0]
+    monkeypatch.setattr(tg.subprocess, "Popen", noting)
+    run = small_run(files, micro_rows=change.get("micro_rows", 3), deterministic=change.get("deterministic", "off"))
+    run.kernels = run.kernels._replace(compile=change.get("compile", True))
+    run.world = tg.World(local=change.get("local", 0))
+    with pytest.raises(KeyError), tg.compiler_beside(run, []):
+        assert [process.poll() for process in processes] == [None] * started
+        raise KeyError("warm-up failed")
+    assert [process.returncode for process in processes] == [-9] * started
+
+
+def test_the_second_process_is_this_very_file_with_another_first_word(tg, files, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tg, "warmup", lambda run, log: pytest.fail("no training"))
+    monkeypatch.setattr(tg, "compile_beside", lambda argv: seen.append(argv) or 0)
+    assert tg.main([tg.COMPILE_BESIDE, "--num_steps=3"]) == 0 and seen == [["--num_steps=3"]]
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -440,9 +437,8 @@ def test_the_second_process_reaches_every_bank_on_any_number_of_ranks(tg, files,
         updated.append(bank.group.name)
     monkeypatch.setattr(tg.Optimizer, "update", noting)
     monkeypatch.setattr(tg, "init_world", lambda *args: tg.World(0, size))
-    monkeypatch.setattr(tg, "exit_when_input_closes", lambda: None)
     tg.compile_beside(options)
-    assert updated[-1] == "ngrams" and len(updated) == 11
+    assert updated[-1] == "ngrams" and len(updated) == 10
 
 
 def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypatch):
@@ -506,8 +502,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(run_ranks, files, tmp_p
 
 def test_rates_that_blow_up_stop_at_the_first_number_that_is_not_finite(files, tmp_path):
     """FIELD-CASES 7. With 1e38 for every rate the options are refused; one for the scalars overflows (large rates for
-    head or matrices only silence the model: softcap and norms keep its loss finite)."""
-    rates = dict.fromkeys(("lr_matrix", "lr_embed", "lr_head", "lr_scalar"), 1e38)
+    embeddings or matrices only silence the model: softcap and norms keep its loss finite)."""
+    rates = dict.fromkeys(("lr_matrix", "lr_embed", "lr_value", "lr_scalar"), 1e38)
     answer = call_main(small_options(**files, **rates), tmp_path)
     assert answer.code == 2 and "--lr_matrix=1e+38" in answer.err and answer.logs == []
     answer = call_main(small_options(**files, num_steps=40, val_every_steps=5, lr_scalar=1e18), tmp_path)
@@ -614,8 +610,10 @@ def test_the_tiny_preset_trains_on_the_same_tokens_whatever_the_ranks(run_ranks,
     else:
         answer = Answer(*run_ranks(size, main_as_rank, options, str(tmp_path / "logs"))[0], tmp_path / "logs")
     assert answer.code == 0, answer.err
-    assert answer.result["val_tokens"] == 300 and answer.result["tokens_trained"] == 1280
-    assert re.findall(r" tokens:(\d+)", answer.events) == ["256", "768", "1280"]
+    config = load_train_gpt().parse_config(options)[0]
+    tokens = [tokens_of(config, steps) for steps in (1, 2, 3)]
+    assert answer.result["val_tokens"] == 300 and answer.result["tokens_trained"] == tokens[-1]
+    assert re.findall(r" tokens:(\d+)", answer.events) == [str(count) for count in tokens]
     assert json.loads(answer.logs[0].split("=" * 100 + "\n")[1].splitlines()[0])["world_size"] == size
 
 
@@ -632,27 +630,6 @@ def test_validation_of_10000_targets_is_exact_on_one_and_two_processes(files, ru
     assert one["val_loss"] == pytest.approx(two["val_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("size", [3, 6])
-def test_process_counts_that_do_not_divide_the_rows_are_refused_with_the_legal_ones(run_ranks, tmp_path, size):
-    answers = run_ranks(size, main_as_rank, tiny_options(tmp_path), str(tmp_path))
-    assert [code for code, _, _ in answers] == [2] * size
-    assert "1024 / 128" in answers[0][2] and "legal counts: 1, 2 (" in answers[0][2] and answers[0][2].count("\n") == 1
-    assert all(err == "" for _, _, err in answers[1:])
-
-
-def test_six_rows_run_on_three_and_six_processes(tg, run_ranks, files, tmp_path):
-    """FIELD-CASES 3. Three here for real; six, which would only take longer, as far as the building of it."""
-    options = small_options(**files, log_every_steps=1, num_steps=1, val_tokens=64)
-    answers = run_ranks(3, main_as_rank, options, str(tmp_path))
-    assert [code for code, _, _ in answers] == [0, 0, 0] and "tokens:384" in answers[0][1]
-    config = tg.parse_config(options)[0]
-    run = tg.build(config, tg.World(5, 6), {})
-    assert all(len(bank.weight) == 6 * len(bank.weight_shard) for bank in run.optimizer.banks
-               if bank.group.kind != "rows")
-    with pytest.raises(tg.Refusal, match=r"legal counts: 1, 2, 3, 6 \("):
-        tg.build(config, tg.World(0, 5), {})
-
-
 def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, files, tmp_path):
     """FIELD-CASES 4 a, b; what the repetition option that the message names then does."""
     one = {**files, "train_files": files["train_files"].replace("*", "1")}
@@ -662,9 +639,10 @@ def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, fil
     options = [*TINY, f"--train_files={tmp_path}/t_*.bin", f"--val_files={tmp_path}/v_*.bin", "--val_tokens=300"]
     answer = call_main([*options, "--num_steps=50"], tmp_path / "b")
     assert answer.code == 2 and answer.err.count("\n") == 1
-    config = tg.parse_config([*options, "--num_steps=50", "--max_epochs=7"])[0]
+    config = tg.parse_config([*options, "--num_steps=50", "--max_epochs=99"])[0]
     needed = tokens_of(config, 50)
-    for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py", "--max_epochs=7"):
+    for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py",
+                 f"--max_epochs={math.ceil(needed / 4999)}"):
         assert part in answer.err
     run = tg.build(config, tg.World(), {})
     assert f"wraps, {needed / 4999:.2f} epochs" in tg.budget(run.config, run.train_stream)
@@ -707,38 +685,26 @@ def test_the_budget_counts_the_last_document_of_the_first_shard(tg, tmp_path, le
     assert f"needs about {needed:,.0f} tokens" in tg.budget(run.config, run.train_stream)
 
 
-def test_tokens_are_counted_before_a_model_is_made_and_then_its_bytes(tg, files, monkeypatch):
-    """What can't fit is refused before a byte of it is allocated."""
+def test_what_cannot_fit_is_refused_before_a_byte_of_it_is_allocated(tg, files, monkeypatch):
+    """Tokens are counted first, then bytes: those of weights and optimizer are the least that is needed."""
     config, overrides = tg.parse_config(small_options(**files, table_rows=4_194_301, max_epochs=1))
-    monkeypatch.setattr(tg, "free_bytes", lambda world: 1e9)
-    with pytest.raises(tg.Refusal, match="parameters need at least .* GB on each rank, 1.0 are free; use a smaller"):
-        tg.build(config, tg.World(), overrides)
-    with pytest.raises(tg.Refusal, match="epochs, allowed 1"):
-        tg.build(replaced(config, num_steps=100), tg.World(), overrides)
-
-
-def test_the_memory_that_is_asked_for_is_what_model_and_optimizer_take(tg, files, monkeypatch):
-    monkeypatch.setattr(tg, "SMALL_MODEL", 0)
-    run, free = small_run(files, ema_blend=0.0), []
+    with monkeypatch.context() as patch:
+        patch.setattr(tg, "GPT", None)
+        patch.setattr(tg.os, "sysconf", lambda name: 10 ** 9 if name == "SC_PHYS_PAGES" else 1)
+        with pytest.raises(tg.Refusal, match="parameters need at least 1.1 GB on each rank, 1.0 are there"):
+            tg.build(config, tg.World(), overrides)
+        with pytest.raises(tg.Refusal, match="epochs, allowed 1"):
+            tg.build(replaced(config, num_steps=100), tg.World(), overrides)
+    run = small_run(files, ema_blend=0.0, table_rows=10_007)
     held = sum({t.data_ptr(): t.nbytes for bank in run.optimizer.banks
                 for t in (bank.weight, *bank.tensors())}.values())
+    asked = []
     for share in (0.5, 1.0):
-        monkeypatch.setattr(tg, "free_bytes", lambda world, share=share: share * held)
-        try:
+        monkeypatch.setattr(tg.os, "sysconf", lambda name, share=share: held * share if name == "SC_PHYS_PAGES" else 1)
+        with contextlib.suppress(tg.Refusal):
             tg.check_memory(run.config, run.world, run.kernels)
-            free.append(share)
-        except tg.Refusal:
-            pass
-    assert free == [1.0]
-
-
-def test_free_memory_is_that_of_the_machine_or_of_ulimit(tg, monkeypatch):
-    resource = pytest.importorskip("resource")
-    assert 1e8 < tg.free_bytes(tg.World()) < 1e15
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (2 ** 40, 2 ** 40))
-    assert 0 < tg.free_bytes(tg.World()) < 2 ** 40
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1000, 1000))
-    assert tg.free_bytes(tg.World()) < 0
+            asked.append(share)
+    assert asked == [1.0]
 
 
 BROKEN = ["TRUNC", "ODD", "EXTRA", b"", bytes(500), "FMT32", "LFS", "OOV"]
@@ -799,7 +765,7 @@ def test_the_dataset_card_sets_the_vocabulary_and_contradictions_are_refused(tg,
     config, overrides = tg.parse_config(["--preset=tiny", *(f"--{k}={v}" for k, v in files.items())])
     run = tg.build(replaced(config, val_tokens=0), tg.World(), overrides)
     assert (run.config.vocab_size, run.config.eod_id, run.config.padded_vocab) == (200, 60, 256)
-    assert run.model.head.shape[0] == 256 and run.config.val_tokens == 1000
+    assert run.model.embed.shape[0] == 256 and run.config.val_tokens == 1000
     with pytest.raises(tg.Refusal, match="--vocab_size=61: the dataset.json beside the shards says 200"):
         tg.build(config, tg.World(), dict(vocab_size=61))
     other = tmp_path / "other"
@@ -836,7 +802,7 @@ def test_the_demo_learns(builtin, tmp_path):
     frequency = (np.bincount(train, minlength=257) + 1) / (len(train) + 257)
     unigram = -np.log(frequency[val[1:5001]]).mean()
     losses = [float(x) for x in re.findall(r"val_loss:(\S+)", answer.events)]
-    assert losses[0] == pytest.approx(math.log(384), abs=1e-3)
+    assert losses[0] == pytest.approx(math.log(384), abs=0.1)      # logits begin about 0.06 large, letters are few
     assert answer.result["val_loss"] < unigram - 0.3 and 2.5 < unigram < 3.6
     [checkpoint] = tmp_path.glob("checkpoints/*/step_000030")
     assert f"python records/sample.py {checkpoint} " in answer.out
@@ -844,7 +810,7 @@ def test_the_demo_learns(builtin, tmp_path):
 
 def test_the_small_model_learns_its_walk_nearly_to_its_entropy(tg, files):
     """Three equally likely moves and a mark now and then: ln 3 plus a little. All techniques at work at once."""
-    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.05)
+    run = small_run(files, random_weights=False, num_steps=100, lr_embed=0.05)
     first = last = None
     for step, batch in enumerate(small_batches(run)):
         last = float(take_step(run, step, batch)[0])

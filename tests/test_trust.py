@@ -99,46 +99,13 @@ def built(tg, argv):
     return tg.build(config, tg.World(), overrides), tg.RunLog(config.log_dir, tg.World())
 
 
-def small_memory(run, rows):
-    """A model that runs out of memory with more than so many rows at once."""
-    forward = run.model.forward
-
-    def limited(tokens, targets, view):
-        if tokens.size(0) > rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        return forward(tokens, targets, view)
-    run.model.forward = limited
-
-
-def test_out_of_memory_names_the_rows_that_may_fit(tg, tmp_path):
-    run, log = built(tg, byte_run(tmp_path))
-    small_memory(run, 1)
-    with pytest.raises(tg.Failure, match="with 2 rows of 64 tokens at once: use --micro_rows=1, or auto"):
-        tg.fit_memory(run, log)
-    small_memory(run, 0)
-    run.micro_rows = 1
-    with pytest.raises(tg.Failure, match="use a smaller --row_tokens"):
-        tg.fit_memory(run, log)
-
-
-def test_auto_finds_rows_that_fit_and_keeps_the_curve(tg, tmp_path, capsys):
-    argv = changed(byte_run(tmp_path), "--micro_rows=auto")
-    run, log = built(tg, argv)
-    small_memory(run, 3)
-    tg.fit_memory(run, log)
-    assert run.micro_rows == 2 and "trying micro_rows=2" in capsys.readouterr().out
-    curves = [losses_of(run_here(0, 1, changed(argv, f"--micro_rows={n}"))[2]) for n in ("auto", "2")]
-    for place, loss in curves[0].items():
-        assert abs(float(loss) - float(curves[1][place])) < 1e-3
-
-
 def test_out_of_memory_later_is_one_line(tg, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     monkeypatch.setattr(tg, "train_step", full)
     assert tg.main(byte_run(tmp_path)) == 1
     said = capsys.readouterr().err
-    assert "out of memory; use a smaller --micro_rows, or auto" in said and len(said.splitlines()) == 1
+    assert "out of memory; use a smaller --micro_rows or --row_tokens" in said and len(said.splitlines()) == 1
 
 
 def test_a_shard_that_goes_away_is_one_line(tg, tmp_path, monkeypatch, capsys):
@@ -258,8 +225,8 @@ def leak_in_ngrams(patch, tg, run):
 
 
 def leak_in_inputs(patch, tg, run):
-    real = run.model.stem
-    patch.setattr(run.model, "stem", lambda e, *more: real(e + 0.1 * e.roll(-1, 1), *more))
+    real = run.model.input_states
+    patch.setattr(run.model, "input_states", lambda e, *more: real(e + 0.1 * e.roll(-1, 1), *more))
 
 
 def leak_in_states(patch, tg, run, change):
@@ -384,7 +351,7 @@ def check_unequal_ranks(rank, size, argv):
     tg.join_group(world)
     run, log = tg.build(config, world, overrides), tg.RunLog(config.log_dir, world)
     if rank == 1:
-        run.model.head.data[3, 4] += 1e-3
+        run.model.embed.data[3, 4] += 1e-3
     try:
         tg.self_check(run, log)
     except tg.Failure as error:
@@ -394,7 +361,7 @@ def check_unequal_ranks(rank, size, argv):
 
 def test_self_check_catches_ranks_with_different_weights(run_ranks, tmp_path):
     messages = run_ranks(2, check_unequal_ranks, byte_run(tmp_path))
-    assert messages == [f"rank {rank}: self-check: the ranks hold different weights in head" for rank in (0, 1)]
+    assert messages == [f"rank {rank}: self-check: the ranks hold different weights in embed" for rank in (0, 1)]
 
 
 def test_comparing_ranks_copies_no_weights(tg, tmp_path):
@@ -433,13 +400,12 @@ def test_the_header_names_versions_stages_and_commit(tg, tmp_path, monkeypatch):
     assert tg.facts(run, {}, [])["git"] == dict(commit="unknown", dirty="unknown")
 
 
-def test_git_tells_a_clean_folder_from_a_changed_one_without_writing(tg, tmp_path, monkeypatch):
+def test_git_tells_a_clean_folder_from_a_changed_one_without_writing(tg, tmp_path):
     def git(*words):
         subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *words], check=True,
                        capture_output=True)
     script = tmp_path / "train_gpt.py"
-    monkeypatch.setattr(tg, "__file__", str(script))
-    assert tg.git_state() == dict(commit="unknown", dirty="unknown")
+    assert tg.git_state(str(tmp_path)) == dict(commit="unknown", dirty="unknown")
     git("init")
     script.write_text("1\n")
     git("add", "-A")
@@ -447,11 +413,11 @@ def test_git_tells_a_clean_folder_from_a_changed_one_without_writing(tg, tmp_pat
     git("tag", "v1")
     os.utime(script, (1, 1))                               # the index would like to note this
     index = (tmp_path / ".git/index").read_bytes()
-    clean = tg.git_state()
+    clean = tg.git_state(str(tmp_path))
     assert len(clean["commit"]) == 40 and clean["dirty"] is False
     assert (tmp_path / ".git/index").read_bytes() == index
     script.write_text("2\n")
-    assert tg.git_state() == dict(commit=clean["commit"], dirty=True)
+    assert tg.git_state(str(tmp_path)) == dict(commit=clean["commit"], dirty=True)
 
 
 def test_a_resumed_run_keeps_its_stages(tg, tmp_path, monkeypatch):
@@ -465,7 +431,7 @@ def test_a_resumed_run_keeps_its_stages(tg, tmp_path, monkeypatch):
         return header
     monkeypatch.setattr(tg, "facts", of_another_table)
     with pytest.raises(tg.Refusal, match="stage 1 differs: .*window.* in the checkpoint"):
-        run_here(0, 1, [*argv, "--resume=latest"])
+        run_here(0, 1, [*argv, f"--resume={checkpoints_in(tmp_path)[0]}"])
 
 
 @pytest.mark.recipe
@@ -474,6 +440,75 @@ def test_only_these_settings_may_change_when_a_run_is_resumed(tg):
         "preset", "log_dir", "micro_rows", "train_files", "val_files", "checkpoint_every_steps", "checkpoint_dir",
         "resume", "self_check", "max_epochs", "val_tokens", "val_overlap", "val_window_blocks", "val_every_steps",
         "target_loss", "compile", "attention", "fp8", "deterministic", "log_every_steps", "profile_steps"}
+
+
+# ---- any number of ranks ---------------------------------------------------------------------------------------------
+
+
+def exact_losses(rank, size, argv):
+    """All digits of a run's training losses and of its last validation."""
+    tg = load_train_gpt()
+    hide_gpus()
+    step, losses = tg.train_step, []
+
+    def noting(*args):
+        stats = step(*args)
+        losses.append(float(stats[0]))
+        return stats
+    tg.train_step = noting
+    try:
+        result = run_here(rank, size, argv)[0]
+    finally:
+        tg.train_step = step
+    return [*losses, result["val_loss"]]
+
+
+@pytest.fixture(scope="module")
+def curve_of_one(tmp_path_factory):
+    """Options of six steps of 2, 4, 4, 8, 8, 8 rows, and the losses of one process."""
+    argv = byte_run(tmp_path_factory.mktemp("any_ranks"))
+    return argv, exact_losses(0, 1, argv)
+
+
+@pytest.mark.parametrize("size", [3, 5, 7, pytest.param(16, marks=pytest.mark.slow)])
+def test_any_number_of_ranks_has_the_curve_of_one(run_ranks, curve_of_one, size):
+    argv, alone = curve_of_one
+    assert len(alone) == 7
+    for losses in run_ranks(size, exact_losses, argv, timeout_s=600):
+        assert losses == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_run_of_three_ranks_goes_on_with_two_and_back(run_ranks, curve_of_one, tmp_path):
+    argv, alone = curve_of_one
+    argv = changed(argv, f"--checkpoint_dir={tmp_path}/checkpoints")
+
+    def losses_after(size, steps, *more):
+        assert run_ranks(size, exact_losses, [*argv, *more])[0] == pytest.approx(alone[steps:], abs=1e-5)
+        return f"--resume={checkpoints_in(tmp_path)[-2]}"
+    step_4 = losses_after(3, 0, "--checkpoint_every_steps=2")
+    step_5 = losses_after(2, 4, "--checkpoint_every_steps=1", step_4)
+    losses_after(3, 5, step_5)
+
+
+def test_an_empty_row_gives_no_loss_no_gradient_and_touches_no_row_of_the_table(tg, tmp_path):
+    run, _ = built(tg, byte_run(tmp_path))
+    for p in run.model.parameters():
+        p.data.normal_()
+    tokens = torch.full((1, 64), 256, dtype=torch.int32)
+    loss = run.model(tokens, torch.full_like(tokens, -1), tg.train_view(run, 0))
+    loss.backward()
+    [(ids, rows)] = run.model.ngrams.touched
+    assert float(loss) == 0 and bool((ids == len(run.model.ngrams) - 1).all()) and not rows.grad.any()
+    assert not any(bank.grad.any() for bank in run.optimizer.banks if bank.group.kind != "rows")
+
+
+@pytest.mark.parametrize("size, text", [
+    (2, ""), (3, "20.0% of the rows that 3 ranks compute are padding; 3 ranks for 4 rows: 1 idle in 50% of the steps"),
+    (8, "25.0% of the rows that 8 ranks compute are padding; 8 ranks for 4 rows: 4 idle in 50% of the steps")])
+def test_padding_and_idle_ranks_are_said(tg, monkeypatch, size, text):
+    monkeypatch.setitem(tg.STAGES, "record", (tg.Stage(0.5, 0, 3, 0.0, 0.5), tg.Stage(1.0, 0, 3, 0.0, 1.0)))
+    config = tg.Config(num_steps=10, batch_tokens=8 * 64, row_tokens=64, block_tokens=16, val_overlap=0)
+    assert tg.padding_in_words(config, size) == text
 
 
 # ---- determinism, several machines -----------------------------------------------------------------------------------
@@ -500,16 +535,17 @@ def test_one_rank_killed_ends_all_soon(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_agents_with_a_rendezvous_reach_the_losses_of_one_process(tmp_path):
-    """Two machines as two torchrun agents on this one, one process each."""
+@pytest.mark.parametrize("per_host", [1, 8])
+def test_two_agents_with_a_rendezvous_reach_the_losses_of_one_process(tmp_path, per_host):
+    """Two machines as two torchrun agents on this one; with eight processes each, half of 16 ranks have no row."""
     import socket
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     argv = byte_run(tmp_path)
-    agents = [start(argv, ["--nnodes=2", "--nproc_per_node=1", "--rdzv_id=7", "--rdzv_backend=c10d",
+    agents = [start(argv, ["--nnodes=2", f"--nproc_per_node={per_host}", "--rdzv_id=7", "--rdzv_backend=c10d",
                            f"--rdzv_endpoint=127.0.0.1:{port}"]) for _ in range(2)]
-    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=600)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     found = losses_of("".join(outputs).splitlines())
     expected = losses_of(run_here(0, 1, argv)[2])
@@ -529,14 +565,14 @@ def alone(rank, size, argv):
 
 
 def drift_apart(rank, size, argv):
-    """main() where rank 1's head is another one at the end of training."""
+    """main() where rank 1's embedding is another one at the end of training."""
     hide_gpus()
     tg, said = load_train_gpt(), io.StringIO()
     loop = tg.loop
 
     def drifting(run, *more):
         result = loop(run, *more)
-        run.model.head.data[0, 0] += rank
+        run.model.embed.data[0, 0] += rank
         return result
     tg.loop = drifting
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -545,4 +581,4 @@ def drift_apart(rank, size, argv):
 
 def test_ranks_that_drift_apart_fail_the_run(run_ranks, tmp_path):
     for code, said in run_ranks(2, drift_apart, byte_run(tmp_path)):
-        assert code == 1 and "after the last step: the ranks hold different weights in head" in said
+        assert code == 1 and "after the last step: the ranks hold different weights in embed" in said

@@ -1,17 +1,23 @@
 """Using a trained model: sample.py, evaluate.py, export.py, load_example.py on a checkpoint of a small run."""
+import dataclasses
 import json
 import math
+import os
+import pty
+import random
 import re
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
-from rank_helpers import ROOT
-from run_helpers import byte_run, checkpoints_in, run_here
+from rank_helpers import ROOT, train_gpt_path
+from run_helpers import byte_run, changed, checkpoints_in, run_here
+from shard_helpers import raw_shard
 
-from records import checkpoints, demo, evaluate, export, sample
+from records import checkpoints, demo, evaluate, export, sample, slices
 
 ITEMS = [   # our own: the right ending repeats the rhythm that the shards teach
     {"ctx": "The cat sat on the mat. The cat sat on the", "endings": ["mat.", "qzx!", "0000", "~~~~"], "label": 0},
@@ -24,7 +30,7 @@ ITEMS = [   # our own: the right ending repeats the rhythm that the shards teach
 def trained(tmp_path_factory, request):
     """(checkpoint, result of its run) of a small byte model."""
     folder = tmp_path_factory.mktemp("trained")
-    argv = byte_run(folder, "--checkpoint_every_steps=100", "--lr_head=0.05", num_steps=100)
+    argv = byte_run(folder, "--checkpoint_every_steps=100", "--lr_embed=0.05", num_steps=100)
     (folder / "dataset.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=257, eod_id=256)))
     result = run_here(0, 1, argv)[0]
     return checkpoints_in(folder)[-1], result
@@ -46,11 +52,17 @@ def call(monkeypatch, capsys):
     return run
 
 
-def call_process(tool, *args):
+def call_process(tool, *args, **environment):
     """Run a tool as users do, from another folder; -> (status, output, errors)."""
-    done = subprocess.run([sys.executable, str(ROOT / "records" / tool), *map(str, args)], text=True, timeout=120,
-                          capture_output=True, cwd="/")
+    done = subprocess.run([sys.executable, str(ROOT / "records" / tool), *map(os.fsencode, map(str, args))], text=True,
+                          timeout=120, capture_output=True, cwd="/", env=os.environ | environment)
     return done.returncode, done.stdout, done.stderr
+
+
+def put_shard(path, tokens):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw_shard(np.array(tokens)))
+    return path
 
 
 def test_a_model_without_value_embeddings_can_be_used(tmp_path):
@@ -62,24 +74,58 @@ def test_a_model_without_value_embeddings_can_be_used(tmp_path):
 
 
 def test_a_seed_gives_a_text_and_another_seed_another(loaded):
-    texts = [sample.sample(loaded, "hello ", 30, 0.9, 50, seed) for seed in (1, 1, 2)]
+    texts = ["".join(sample.sample(loaded, "hello ", 30, 0.9, 50, seed)) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith("hello ") for text in texts)
 
 
 def test_temperature_zero_takes_the_likeliest(loaded):
-    assert sample.sample(loaded, "ab", 10, 0.0, 50, 1) == sample.sample(loaded, "ab", 10, 0.7, 1, 2)
+    likeliest = [*sample.generate(loaded, [256, 97], 10, temperature=0.0, seed=1)]
+    assert len(likeliest) == 10
+    assert likeliest == [*sample.generate(loaded, [256, 97], 10, temperature=0.7, top_k=1, seed=2)]
+
+
+def never_ends(loaded):
+    """Make the end of a document impossible."""
+    with torch.no_grad():
+        loaded.model.embed[256] = -loaded.model.embed[97] * 100
+        loaded.model.pointer.copy_scales[1] = 1e4
+
+
+def test_a_text_ends_with_its_document(tg, loaded):
+    with torch.no_grad():
+        loaded.model.embed[256] = loaded.model.embed[97] * 100          # where a letter is likely, the end is likelier
+    tokens = [*sample.generate(loaded, [256, 97], 50, temperature=0.0)]
+    assert len(tokens) < 50 and 256 not in tokens
+
+
+def test_each_piece_of_text_is_shown_before_the_next_token_is_drawn(loaded, monkeypatch):
+    calls, forward = [], loaded.model.forward
+    monkeypatch.setattr(loaded.model, "forward", lambda *args: calls.append(1) or forward(*args))
+    never_ends(loaded)
+    pieces = sample.sample(loaded, "ab", 3, 0.0, 50, 0)
+    assert (next(pieces), len(calls)) == ("ab", 0)
+    assert [(len(piece), len(calls)) for piece in pieces] == [(1, 1), (1, 2), (1, 3), (0, 3)]
+
+
+@pytest.mark.parametrize("text, pieces", [
+    (b"ab", ["a", "b", ""]), ("\u00e9\u4e2da".encode(), ["\u00e9", "\u4e2d", "a", ""]),
+    (b"a\xff\xff\xff\xff\xffb", ["a", "\ufffd" * 4, "\ufffdb", ""]), (b"a\xe4\xb8", ["a", "\ufffd"])])
+def test_characters_are_shown_whole(loaded, text, pieces):
+    assert [*sample.as_text(checkpoints.tokenizer_of(loaded), text)] == pieces
 
 
 def test_padding_ids_are_never_drawn(tg, loaded):
     with torch.no_grad():
-        loaded.model.head[257:] = loaded.model.head[97] * 100        # the padding looks likely
-    tokens = sample.generate(loaded, [256, 97], 200, seed=0, temperature=5.0, top_k=10 ** 6)
-    assert max(tokens) <= 256 and len(tokens) == 202
+        loaded.model.embed[257:] = loaded.model.embed[97] * 100        # the padding looks likely
+    never_ends(loaded)
+    tokens = [*sample.generate(loaded, [256, 97], 200, seed=0, temperature=5.0, top_k=10 ** 6)]
+    assert max(tokens) < 256 and len(tokens) == 200
 
 
 def test_a_text_reads_the_logits_of_its_last_token(loaded):
-    text = sample.generate(loaded, [256, 97], 70, temperature=0.0)                 # past the length of a row
+    never_ends(loaded)
+    text = [256, 97, *sample.generate(loaded, [256, 97], 70, temperature=0.0)]     # past the length of a row
     assert len(text) == 72
     for n in (2, 3, 17, 71):
         context = text[max(0, n - 64):n]
@@ -89,10 +135,11 @@ def test_a_text_reads_the_logits_of_its_last_token(loaded):
 
 def test_256_tokens_of_the_demo_model_take_seconds(tg):
     config = tg.parse_config(["--preset=demo"])[0]
-    loaded = checkpoints.Loaded(config, tg.GPT(config).eval(), {"step": config.num_steps})
-    began = time.perf_counter()
-    sample.generate(loaded, [256], 256)
-    assert time.perf_counter() - began < 15
+    endless = dataclasses.replace(config, eod_id=300)        # an id that only pads: it is never drawn
+    loaded = checkpoints.Loaded(endless, tg.GPT(config).eval(), {"step": config.num_steps})
+    began = time.process_time()                              # of this process alone: the machine may be busy
+    assert len([*sample.generate(loaded, [256], 256, temperature=0.0)]) == 256
+    assert time.process_time() - began < 15
 
 
 def test_sample_from_the_command_line(trained, call):
@@ -100,6 +147,44 @@ def test_sample_from_the_command_line(trained, call):
     assert status == 0 and said.startswith("hello") and not errors, errors
     status, said, errors = call(sample, trained[0].parent, "hello")
     assert status == 2 and "checkpoint.json: can't be read" in errors and len(errors.splitlines()) == 1, errors
+
+
+@pytest.mark.parametrize("args, words", [
+    (["\udcff"], "the text is no UTF-8: character 1"), (["a", "--tokens=x"], "invalid int"),
+    (["a", "--temperature=nan"], "--temperature=nan: expected a finite"), (["a", "--temperature=inf"], "a finite"),
+    (["a", "--temperature=-1"], "at least 0"), (["a", "--tokens=-1"], "0 or more"), (["a", "--top_k=0"], "1 or more"),
+    (["a", f"--seed={10 ** 20}"], "expected a whole number from 0 to 2^63 - 1"), (["a", "--seed=-1"], "from 0 to")])
+def test_sample_refuses_in_one_line(trained, call, args, words):
+    status, said, errors = call(sample, trained[0], *args)
+    assert status == 2 and words in errors and len(errors.splitlines()) == 1 and not said, errors
+
+
+def test_sample_on_odd_consoles(trained):
+    """Output that nobody reads, that can't be written, or that only knows ASCII: no traceback."""
+    status, said, errors = call_process("sample.py", trained[0], "\u00e9", "--tokens=1", PYTHONIOENCODING="ascii")
+    assert status == 0 and said.startswith("\\xe9") and not errors
+    status, said, errors = call_process("sample.py", trained[0], "\udcff")
+    assert status == 2 and len(errors.splitlines()) == 1 and "no UTF-8" in errors
+    command = f"{sys.executable} {ROOT}/records/sample.py {trained[0]} hello --tokens=30"
+    for shell, status, lines in ((f"{command} | true; exit ${{PIPESTATUS[0]}}", 141, 0),
+                                 (f"{command} >/dev/full", 1, 1), (f"{command} >&-", 0, 0)):
+        done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
+        assert done.returncode == status and len(done.stderr.splitlines()) == lines, (shell, done)
+
+
+def test_an_own_tokenizer_is_named_and_no_cache_is_blamed(tg, loaded, monkeypatch):
+    with pytest.raises(tg.Refusal, match="tokenizer 'our-bpe' .dataset.json., which is neither") as refusal:
+        checkpoints.load_tokenizer("our-bpe", 1000, 999)
+    assert "TIKTOKEN" not in str(refusal.value)
+    with pytest.raises(tg.Refusal, match="no tokenizer is known for a vocabulary of 1,000 ids"):
+        checkpoints.load_tokenizer(None, 1000, 999)
+    tiktoken = pytest.importorskip("tiktoken")
+
+    def nothing(name):
+        raise OSError("word " * 100)
+    monkeypatch.setattr(tiktoken, "get_encoding", nothing)
+    with pytest.raises(tg.Refusal, match=r"word \.\.\.\); without a network"):          # cut between words
+        checkpoints.load_tokenizer("gpt2", 50257, 50256)
 
 
 def test_gpt2_tokens_need_their_files_and_say_so(tg, loaded, tmp_path, monkeypatch):
@@ -140,6 +225,57 @@ def test_bits_per_byte_count_bytes_only(tg, loaded):
     assert math.isclose(found["bits_per_byte"], found["loss"] * found["targets"] / math.log(2) / size)
 
 
+def test_a_loss_without_overlap_is_that_of_rows_cut_apart(tg, loaded):
+    stream = tg.TokenStream(tg.find_shards(loaded.config.val_files, "val"), 257)
+    tokens = torch.empty(161, dtype=torch.int32)
+    stream.read(0, 161, tokens)
+    by_hand = 0.0
+    for first in range(0, 160, 32):
+        inputs, targets = tokens[None, first:first + 32], tokens[None, first + 1:first + 33]
+        by_hand += float(loaded.model(inputs.contiguous(), targets.contiguous(), loaded.view))
+    found = evaluate.loss_on(loaded, loaded.config.val_files, 160, row_tokens=32, overlap=0)
+    assert found["targets"] == 160 and found["loss"] == pytest.approx(by_hand / 160, rel=1e-5)
+    assert abs(found["loss"] - evaluate.loss_on(loaded, loaded.config.val_files, 160, 32, 16)["loss"]) > 1e-4
+    assert evaluate.loss_on(loaded, loaded.config.val_files, 160)["loss"] == pytest.approx(
+        evaluate.loss_on(loaded, loaded.config.val_files, 160, 64, 16)["loss"], abs=0)
+    without = evaluate.loss_on(loaded, loaded.config.val_files, 160, leave_out=256)
+    assert without["targets"] == 160 - int((tokens[1:] == 256).sum())
+
+
+def test_shards_of_another_tokenizer_are_refused(tg, loaded, tmp_path):
+    put_shard(tmp_path / "bytes" / "val_1.bin", [256, *b"hello world"])
+    (tmp_path / "bytes" / "dataset.json").write_text('{"tokenizer": "bytes", "vocab_size": 257, "eod_id": 256}')
+    config = dataclasses.replace(loaded.config, vocab_size=50257, eod_id=50256)
+    gpt2 = loaded._replace(config=config, facts={"run": {"data": {}}})
+    with pytest.raises(tg.Refusal, match=r"tokenizers differ: these shards are bytes .257 ids, end of document 256., "
+                                         r"the model was trained on gpt2"):
+        evaluate.open_shards(gpt2, f"{tmp_path}/bytes/*.bin")
+    put_shard(tmp_path / "bare" / "val_1.bin", [256, *b"hello world"])
+    with pytest.raises(tg.Refusal, match="no end-of-document id 50256 in them"):
+        evaluate.open_shards(gpt2, f"{tmp_path}/bare/*.bin")
+    assert evaluate.open_shards(loaded, f"{tmp_path}/bare/*.bin").num_tokens == 12
+    put_shard(tmp_path / "other" / "val_1.bin", [256, *b"hello world"])
+    card = tmp_path / "other" / "dataset.json"
+    for tokenizer, eod_id in (("latin", 256), ("bytes", 0)):
+        card.write_text(json.dumps(dict(tokenizer=tokenizer, vocab_size=257, eod_id=eod_id)))
+        with pytest.raises(tg.Refusal, match="tokenizers differ"):        # also when only one of two folders is foreign
+            evaluate.loss_on(loaded, f"{tmp_path}/bare/*.bin,{tmp_path}/other/*.bin")
+
+
+def test_a_model_whose_tokenizer_nobody_named_takes_shards_of_its_vocabulary(tg, loaded, tmp_path):
+    config = dataclasses.replace(loaded.config, vocab_size=300)
+    nameless = loaded._replace(config=config, facts={"run": {"data": {}}})
+    put_shard(tmp_path / "val_1.bin", [256, 0, *b"hello world"])
+    for vocab_size, accepted in ((300, True), (299, False)):
+        (tmp_path / "dataset.json").write_text(json.dumps(dict(tokenizer="x", vocab_size=vocab_size, eod_id=256)))
+        if accepted:
+            found = evaluate.loss_on(nameless, f"{tmp_path}/*.bin")
+            assert found["bits_per_byte"] is None and found["targets"] == 12         # id 0 is a target like others
+        else:
+            with pytest.raises(tg.Refusal, match="shards are x .299 ids"):
+                evaluate.open_shards(nameless, f"{tmp_path}/*.bin")
+
+
 def test_multiple_choice(tg, loaded, tmp_path):
     path = tmp_path / "items.jsonl"
     path.write_text("\n".join(map(json.dumps, ITEMS)))
@@ -148,6 +284,39 @@ def test_multiple_choice(tg, loaded, tmp_path):
     assert found == dict(items=3, acc=1.0, acc_norm=1.0)     # letters against signs that no shard holds
     wrong = [dict(item, label=(item["label"] + 1) % 3) for item in items]
     assert evaluate.choose(loaded, wrong)["acc"] == 0
+
+
+def test_acc_norm_divides_by_bytes_and_contexts_begin_with_a_mark(loaded, monkeypatch):
+    asked = []
+
+    def scores(loaded, context, ending):
+        asked.append((context, ending))
+        return {b" \xc3\xa9\xc3\xa9": -9.0, b" ab": -6.0}[bytes(ending)]
+    monkeypatch.setattr(evaluate, "log_probability", scores)
+    item = {"ctx": "x", "endings": ["\u00e9\u00e9", " ab"], "label": 0}       # 5 and 3 bytes, 3 characters each
+    assert evaluate.choose(loaded, [item, dict(item, label=1), dict(item, label=1), dict(item, label=1)]) == dict(
+        items=4, acc=0.75, acc_norm=0.25)                                     # -6 > -9, but -9 / 5 > -6 / 3
+    assert all(context == [256, ord("x")] for context, _ in asked)
+
+
+@pytest.mark.parametrize("context", [3, 60, 61, 62, 63, 64, 200])
+def test_a_long_context_loses_its_begin_and_nothing_else(loaded, context):
+    context, ending = [256, *(97 + i % 7 for i in range(context))], list(b"wor")
+    inputs = (context + ending)[-65:-1]                      # what a row of 64 tokens holds
+    row = torch.tensor([inputs + [256] * (-len(inputs) % 16)], dtype=torch.int32)
+    log_p = loaded.model(row, None, loaded.view)[0, len(inputs) - 3:len(inputs)]
+    by_hand = log_p[range(3), ending].sum().item()
+    assert evaluate.log_probability(loaded, context, ending) == pytest.approx(by_hand, abs=1e-5)
+
+
+def test_an_ending_is_scored_whole_or_not_at_all(tg, loaded, trained, tmp_path, call):
+    assert evaluate.log_probability(loaded, [256, 97], [98] * 64) < 0
+    with pytest.raises(tg.Refusal, match="an ending of 65 tokens: a row of this model holds 64"):
+        evaluate.log_probability(loaded, [256, 97], [98] * 65)
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps(ITEMS[0]) + "\n\n" + json.dumps({"ctx": "a", "endings": ["b" * 64, "c"], "label": 0}))
+    status, _, errors = call(evaluate, trained[0], f"--choices={path}")
+    assert status == 2 and "line 3: an ending of 65 tokens" in errors and len(errors.splitlines()) == 1, errors
 
 
 def test_the_score_of_an_ending_is_the_sum_over_its_tokens(tg, loaded):
@@ -160,7 +329,9 @@ def test_the_score_of_an_ending_is_the_sum_over_its_tokens(tg, loaded):
     assert abs(evaluate.log_probability(loaded, context, ending) - by_hand) < 1e-4
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"ctx": "a", "endings": ["b"], "label": 1}', "no json",
+@pytest.mark.parametrize("text", ["", "{}", '{"ctx": "\\ud800", "endings": ["b", "c"], "label": 1}',
+                                  '{"ctx": "a", "endings": ["b", "c"], "label": -1}',
+                                  "[1]", '{"ctx": "a", "endings": ["b"], "label": 1}', "no json",
                                   '{"ctx": "a", "endings": ["", "c"], "label": 1}'])
 def test_bad_items_are_refused_by_line(tg, tmp_path, text):
     path = tmp_path / "items.jsonl"
@@ -174,10 +345,134 @@ def test_evaluate_from_the_command_line(trained, tmp_path, call):
     path.write_text("\n".join(map(json.dumps, ITEMS)))
     status, said, errors = call(evaluate, trained[0], f"--choices={path}", f"--files={ROOT}/no/such/*.bin")
     assert status == 2 and "acc 1.0000" in said and "no val shards match" in errors, (said, errors)
-    status, said, errors = call(evaluate, trained[0], "--row_tokens=16")
-    assert status == 2 and "smaller than a row" in errors
+    for wrong, words in (("--row_tokens=16", "smaller than a row"), ("--overlap=64", "smaller than a row"),
+                         ("--overlap=-1", "0 or more"), ("--row_tokens=24", "a multiple of 16"),
+                         ("--row_tokens=0", "a multiple of 16"), ("--slices=x", "expected name=pattern"),
+                         ("--row_tokens=16777232", "a multiple of 16 up to 16777216"),
+                         ("--tokens=-1", "0 (all)"),
+                         ("--slices=a=x,a=y", "'a' is empty or comes twice"), ("--slices==y", "'' is empty")):
+        status, said, errors = call(evaluate, trained[0], wrong)
+        assert status == 2 and words in errors and len(errors.splitlines()) == 1 and not said, errors
     status, said, errors = call(evaluate, trained[0], "--row_tokens=32", "--overlap=0")
     assert status == 0 and "nats per token over" in said and "bits per byte" in said, errors
+
+
+def test_files_are_scored_whole_and_the_runs_own_as_far_as_the_run_did(tg, tmp_path, call):
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=3", num_steps=3)
+    run_here(0, 1, changed(argv, "--val_tokens=100"))
+    checkpoint, shard = checkpoints_in(tmp_path)[-1], tmp_path / "val_1.bin"
+    for args, targets in (([], 100), ([f"--files={shard}"], 699), ([f"--files={shard}", "--tokens=50"], 50),
+                          (["--tokens=0"], 699), (["--tokens=10000"], 699), (["--tokens=1"], 1)):
+        status, said, errors = call(evaluate, checkpoint, *args)
+        assert status == 0 and f"over {targets} targets" in said, (args, said, errors)
+
+
+# ---- slices ----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(loaded, files, log_p_of, count=48):
+    """Nats per token of the first count targets by log_p_of(row): the first row without its overlap."""
+    tg = checkpoints.import_trainer()
+    tokens = torch.empty(count + 1, dtype=torch.int32)
+    tg.TokenStream(tg.find_shards(files, "val"), 257).read(0, count + 1, tokens)
+    log_p = log_p_of(tokens[None, :-1].contiguous())[0]
+    return -float(log_p[range(count), tokens[1:].long()].mean())
+
+
+@torch.no_grad()
+def test_slices_tell_what_table_and_pointer_are_worth(tg, loaded, monkeypatch):
+    files = loaded.config.val_files
+    torch.manual_seed(0)
+    loaded.model.ngrams[:-1] += 0.1 * torch.randn_like(loaded.model.ngrams[:-1])
+    before = {name: p.clone() for name, p in loaded.model.named_parameters()}
+    found = evaluate.measure_slices(loaded, {"one": files}, num_targets=48)["one"]
+    assert all((before[name] == p).all() for name, p in loaded.model.named_parameters())
+    losses = found["loss"]
+
+    def plain(row):
+        return loaded.model(row, None, loaded.view)
+    assert found["targets"] == 48 and losses["all on"] == pytest.approx(by_hand(loaded, files, plain), abs=1e-4)
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.model.pointer, "mix", lambda x, tokens, log_p, mask, dense: log_p)
+        assert losses["pointer off"] == pytest.approx(by_hand(loaded, files, plain), abs=1e-4)
+    loaded.model.ngrams.zero_()
+    assert losses["table zeroed"] == pytest.approx(by_hand(loaded, files, plain), abs=1e-4)
+    assert len({round(loss, 3) for loss in losses.values()}) == 3
+    assert found["files"] == [dict(file="val_1.bin", fingerprint=tg.fingerprint(tg.find_shards(files, "val")[0]))]
+
+
+def test_slices_from_the_command_line(tg, loaded, trained, tmp_path, call):
+    val = put_shard(tmp_path / "b.bin", [256, *b"one two three " * 20])
+    own = loaded.config.val_files
+    status, said, errors = call(evaluate, trained[0], f"--slices=own={own},new={val},{val}")
+    assert status == 0, errors
+    *table, machine = said.splitlines()
+    found = json.loads(machine)
+    assert table[0].split() == "slice targets all on table zeroed pointer off bits/byte".split() and len(table) == 3
+    assert {name: row["targets"] for name, row in found["slices"].items()} == dict(own=699, new=280)
+    new, line = found["slices"]["new"], table[2].split()
+    whole, zeroed = new["loss"]["all on"], new["loss"]["table zeroed"]
+    assert line[:4] == ["new", "280", f"{whole:.4f}", f"{zeroed:.4f}"] and line[4] == f"({zeroed - whole:+.4f})"
+    assert new["bits_per_byte"] == pytest.approx(whole / math.log(2)) and line[-1] == f"{new['bits_per_byte']:.4f}"
+    assert found["parameters"]["ngrams"] > 0 and found["step"] == 100 and found["overlap"] == 16
+    status, said, errors = call(evaluate, trained[0], f"--slices=own={own},new={val}", "--tokens=50")
+    assert status == 0 and [row["targets"] for row in json.loads(said.splitlines()[-1])["slices"].values()] == [50, 50]
+    status, said, errors = call(evaluate, trained[0], f"--slices=own={own},none={tmp_path}/none*.bin")
+    assert status == 2 and not said and "none*.bin" in errors
+
+
+def test_a_mixture_that_does_not_sum_to_one_has_no_loss(tg, loaded, trained, monkeypatch, call):
+    files, pointer = loaded.config.val_files, loaded.model.pointer
+    evaluate.check_mixture(loaded, files)
+    mix, forward = pointer.mix, pointer.forward
+    for extra, words in ((0.002, "sum to 1 only within 0.002"), (-0.002, "sum to 1 only within 0.002")):
+        monkeypatch.setattr(pointer, "mix", lambda *args, extra=extra: mix(*args) + extra)
+        with pytest.raises(tg.Failure, match=words):
+            evaluate.check_mixture(loaded, files)
+    monkeypatch.setattr(pointer, "mix", mix)
+    monkeypatch.setattr(pointer, "forward", lambda *args: tuple(share + 0.1 for share in forward(*args)))
+    with pytest.raises(tg.Failure, match="the loss of the first 64 tokens is"):      # copies in favour of the target
+        evaluate.check_mixture(loaded, files)
+
+
+def test_slices_are_compared_with_train_by_documents_and_grams(tg, tmp_path, call):
+    rng = random.Random(0)
+    texts = [[rng.randrange(50000) for _ in range(40)] for _ in range(6)]
+    train = texts[:3]
+    held_out = [texts[0],                                    # the same document
+                texts[3][:10] + texts[1][5:18] + texts[3][10:],     # 13 tokens in a row
+                texts[4][:10] + texts[1][5:17] + texts[4][10:],     # 12
+                texts[2][:5],                                # too short for a gram, and no document of train
+                texts[1][33:] + [50256] + texts[2][:6],      # 13 tokens only across two documents
+                texts[5]]
+    for name, documents in (("train", train), ("held", held_out)):
+        put_shard(tmp_path / f"{name}.bin", [token for text in documents for token in [50256, *text]])
+    pair = f"--train={tmp_path}/train.bin", f"--slice={tmp_path}/held.bin"
+    status, said, errors = call(slices, *pair, f"--out={tmp_path}/clean.bin")
+    assert status == 1 and said.splitlines()[0] == (
+        "7 documents in the slice: 1 stand in train as they are, 2 are known (13-grams: 29 of 137 in train)"), said
+    status, said, errors = call(slices, pair[0], f"--slice={tmp_path}/clean.bin")
+    assert status == 0 and said.startswith("5 documents in the slice: 0 stand in train as they are, 0 are known"), said
+    status, said, errors = call(slices, *pair, "--max_share=0.03")
+    assert status == 1 and "1 are known" in said             # one gram of 41 is not more than 3%
+    status, said, errors = call(slices, *pair, f"--out={tmp_path}/clean.bin")
+    assert status == 2 and "not overwritten" in errors and len(errors.splitlines()) == 1
+
+
+def test_slices_read_across_chunks_and_shards(tg, tmp_path, monkeypatch):
+    tokens = [256, *(random.Random(1).randrange(256) for _ in range(500))]
+    for k in range(3):
+        put_shard(tmp_path / f"train_{k}.bin", tokens[k * 167:(k + 1) * 167])
+    put_shard(tmp_path / "val.bin", [256, 300 % 256, *tokens[100:400]])
+    monkeypatch.setattr(slices, "CHUNK_TOKENS", 50)
+    train, held_out = (tg.TokenStream(tg.find_shards(f"{tmp_path}/{name}*.bin", "val"), 257)
+                       for name in ("train", "val"))
+    found = slices.find_overlap(train, held_out, 256, 52)
+    assert (found.grams, found.shared_grams, found.known) == (250, 249, [0])
+    (tmp_path / "dataset.json").write_text('{"tokenizer": "bytes", "vocab_size": 257, "eod_id": 256}')
+    put_shard(tmp_path / "gpt2" / "train.bin", [50256, 1, 2, 3])
+    with pytest.raises(tg.Refusal, match="tokenizers differ"):
+        slices.open_both(f"{tmp_path}/gpt2/train.bin", f"{tmp_path}/val.bin")
 
 
 # ---- the demo's closing words ----------------------------------------------------------------------------------------
@@ -249,6 +544,41 @@ def test_export_and_the_loading_example(loaded, trained, tmp_path):
     assert len(lines) <= 40
 
 
+def test_the_example_loads_what_an_attempt_made_with_the_attempts_code(trained, tmp_path):
+    pytest.importorskip("safetensors")
+    export.export(trained[0], tmp_path / "model.safetensors")
+    attempt = tmp_path / "attempt.py"
+    source = train_gpt_path().read_text()
+    attempt.write_text(source.replace("    seed: int = 0\n", "    seed: int = 0\n    idea: int = 1\n"))
+    model = tmp_path / "model.safetensors"
+    status, said, errors = call_process("load_example.py", model, "hello", TRAIN_GPT=str(attempt))
+    assert status == 2 and "differs in idea" in errors and len(errors.splitlines()) == 1, errors
+    status, said, errors = call_process("load_example.py", model, "hello", TRAIN_GPT="/no/such.py")
+    assert status == 1 and "TRAIN_GPT=/no/such.py: no such file" in errors and len(errors.splitlines()) == 1, errors
+
+
+def test_the_example_uses_the_models_own_tokenizer(loaded, trained, tmp_path, monkeypatch, call):
+    pytest.importorskip("safetensors")
+    from safetensors import safe_open
+
+    from records import load_example
+    run = loaded.facts["run"]
+    for told, kept in (("bytes", "bytes"), (None, "bytes"), ("our-bpe", "our-bpe")):
+        named = loaded._replace(facts=loaded.facts | {"run": run | {"data": run["data"] | {"tokenizer": told}}})
+        monkeypatch.setattr(checkpoints, "load_model", lambda *args, named=named, **more: named)
+        export.export(trained[0], tmp_path / "model.safetensors")
+        with safe_open(tmp_path / "model.safetensors", "pt") as file:
+            assert (file.metadata()["tokenizer"], file.metadata()["format"]) == (kept, "pt")
+    status, said, errors = call(load_example, tmp_path / "model.safetensors", "hello")
+    assert status == 2 and "tokenizer 'our-bpe'" in errors and not said and len(errors.splitlines()) == 1, errors
+
+
+def test_only_the_trainer_opens_checkpoints():
+    for path in (ROOT / "records").glob("*.py"):
+        code = re.sub(r'(?s)^""".*?"""', "", path.read_text())
+        assert not re.search(r"pickle|torch\.load|distributed\.checkpoint", code), path
+
+
 def test_export_from_the_command_line(trained, tmp_path, call):
     pytest.importorskip("safetensors")
     status, said, errors = call(export, trained[0], tmp_path / "half.safetensors", "--dtype=bfloat16")
@@ -268,9 +598,18 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tg, trained, monkeyp
     with pytest.raises(tg.Refusal, match="another version of the trainer .it differs in new_key"):
         checkpoints.load_model(trained[0])
     del facts["run"]["config"]["new_key"]
-    whole["head/weight"] = whole["head/weight"][:-1]
-    with pytest.raises(tg.Refusal, match=r"head/weight is \(383, 32\), this model wants \(384, 32\)"):
+    whole["embed/weight"] = whole["embed/weight"][:-1]
+    with pytest.raises(tg.Refusal, match=r"embed/weight is \(383, 32\), this model wants \(384, 32\)"):
         checkpoints.load_model(trained[0])
+
+
+def test_a_checkpoint_without_facts_is_refused(tg, trained, monkeypatch):
+    facts, whole = tg.read_checkpoint(trained[0])
+    for lacking in ("run", "step"):
+        monkeypatch.setattr(tg, "read_checkpoint", lambda folder, lacking=lacking: (
+            {key: value for key, value in facts.items() if key != lacking}, whole))
+        with pytest.raises(tg.Refusal, match=f"checkpoint.json: lacks '{lacking}'"):
+            checkpoints.load_model(trained[0])
 
 
 # ---- demo ------------------------------------------------------------------------------------------------------------
@@ -292,6 +631,21 @@ def test_the_demo_shows_a_bar_on_a_terminal_and_lines_elsewhere(tg, tmp_path, ca
         assert out.splitlines() == [lines[0], lines[2]] and "20/40" in err and "loss 2.3000" in err
     else:
         assert out.splitlines() == lines and err == ""
+
+
+@pytest.mark.parametrize("console", ["full", "gone"])
+def test_the_demo_trains_on_when_nobody_can_see_it(tmp_path, console):
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=100", num_steps=100)
+    ours, theirs = pty.openpty() if console == "gone" else (None, os.open("/dev/full", os.O_WRONLY))
+    process = subprocess.Popen([sys.executable, str(ROOT / "records" / "demo.py"), *argv], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    if ours is not None:
+        while b"step:" not in os.read(ours, 10000):
+            pass
+        os.close(ours)
+    assert process.wait(timeout=120) == 0
+    [log] = (tmp_path / "logs").glob("*.txt")
+    assert '"status": "finished"' in log.read_text() and checkpoints_in(tmp_path)
 
 
 def test_other_ranks_show_nothing(tg, tmp_path, capsys):
