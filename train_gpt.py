@@ -2556,7 +2556,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
-    with stop_signals() as signals, profiler_of(c, log) as profiler:
+    with stop_signals() as signals, profiler_of(c, log, saved["step"]) as profiler:
         try:
             result = loop(run, progress, store, signals, profiler, header, saved["step"])
         finally:
@@ -2648,13 +2648,14 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
 # What follows only guards and keeps: data, memory, self-check, header, checkpoints, the compiler's helper.
 # A reader who wants to change what is trained, or how, needs none of it.
 
-def profiler_of(c: Config, log: RunLog):
-    """A context: torch's profiler on rank 0, of profile_steps steps after five that aren't typical (caches
-    are cold). It writes the trace after the last of them, or when the run ends before. Else None."""
+def profiler_of(c: Config, log: RunLog, first: int):
+    """A context: torch's profiler on rank 0, of profile_steps steps after the first five, which aren't
+    typical (caches are cold). It writes the trace after the last of them, or when the run ends. Else None."""
     if not c.profile_steps or not log.path:
         return contextlib.nullcontext()
     trace = str(log.path.with_suffix(".trace.json.gz"))
-    schedule = torch.profiler.schedule(wait=4, warmup=1, active=c.profile_steps, repeat=1)
+    wait = max(0, min(4, c.num_steps - first - 2))       # a resumed run may have few steps left
+    schedule = torch.profiler.schedule(wait=wait, warmup=1, active=c.profile_steps, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: p.export_chrome_trace(trace))
 
 
@@ -2893,7 +2894,9 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     sizes = {group.name: sum(p.numel() for p in group.params.values()) for group in groups}
     matmul = sum(sizes[group.name] for group in groups if group.matmul)
     stages = dict.fromkeys(stage_at(c, step) for step in range(c.num_steps))
-    packages = {package.name: package.version for package in importlib.metadata.distributions()}
+    triton = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        triton = importlib.metadata.version("triton")
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         seed=c.seed, config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages],
@@ -2901,7 +2904,7 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
         resumed_from=None,
         source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
         versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
-                      hip=torch.version.hip, triton=packages.get("triton"), nccl=nccl,
+                      hip=torch.version.hip, triton=triton, nccl=nccl,
                       os=platform.platform(), threads=torch.get_num_threads()),
         kernels={key: str(value) for key, value in run.kernels._asdict().items()},
         data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream),
