@@ -608,47 +608,6 @@ def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, shares: 
     return grad * z * (1 - z / cap) / width
 
 
-TILE = 32, 128          # of logits; their numbers of rows and columns are multiples of it
-
-if triton is not None:
-    @triton.jit
-    def hardware_tanh(x):
-        """By one instruction, with 11 bits: e5m2 has 3."""
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32,
-                                         is_pure=True, pack=1)
-
-    @triton.jit
-    def logits_gradient_kernel(logits, logsumexp, targets, shares, grad, grad_t, T, V, K: tl.constexpr,
-                               CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-                               SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-        """A program makes one tile, and its transpose. With t = tanh((logit + shift) / (2 width)):
-        z = cap (1 + t) / 2, dz/dlogit = cap (1 - t^2) / (4 width)."""
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        place = row.to(tl.int64)[:, None] * V + column[None, :]
-        t = hardware_tanh((tl.load(logits + place).to(tl.float32) + SHIFT) * (0.5 / WIDTH))
-        p = tl.exp((0.5 * CAP) * (1 + t) - tl.load(logsumexp + row)[:, None])
-        total, of_targets = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-        for k in tl.static_range(K):
-            target, share = tl.load(targets + k * T + row), tl.load(shares + k * T + row)
-            total += share
-            of_targets += tl.where(target[:, None] == column[None, :], share[:, None], 0.0)
-        tile = (total[:, None] * p - of_targets) * (1 - t * t) * (SCALE * CAP / (4 * WIDTH))
-        tile = tile.to(grad.dtype.element_ty)
-        tl.store(grad + place, tile)
-        tl.store(grad_t + column.to(tl.int64)[:, None] * T + row[None, :], tl.trans(tile))
-
-
-def fast_logits_gradient(logits, logsumexp, targets, shares, cap_shift_width, scale: float, dtype):
-    """scale times logits_gradient in dtype, and its transpose, on an NVIDIA GPU."""
-    (T, V), (cap, offset, width), (rows, columns) = logits.shape, cap_shift_width, TILE
-    grad, grad_t = (torch.empty(shape, dtype=dtype, device=logits.device) for shape in ((T, V), (V, T)))
-    logits_gradient_kernel[T // rows, V // columns](
-        logits, logsumexp, targets, shares, grad, grad_t, T, V, K=len(targets), CAP=cap, SHIFT=offset,
-        WIDTH=width, SCALE=scale, ROWS=rows, COLUMNS=columns, num_warps=8)
-    return grad, grad_t
-
-
 def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
                    cap_shift_width: tuple[float, float, float], fp8: bool, further: Tensor | None = None,
                    further_weights: Tensor | None = None):
@@ -663,17 +622,13 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
     weights = None if further is None else further_weights
     losses, logsumexp, shares = softmax_losses(logits, all_targets, log_lm, log_copy, cap_shift_width,
                                                weights)
-    softmax = logits, logsumexp, all_targets, shares, cap_shift_width
-    if fp8 and logits.is_cuda and len(x) % TILE[0] == len(w) % TILE[1] == 0:
-        grad, grad_t = fast_logits_gradient(*softmax, G_SCALE, torch.float8_e5m2)
-    else:
-        grad = logits_gradient(*softmax)
-        grad = (grad * G_SCALE).to(torch.float8_e5m2) if fp8 else grad.to(x.dtype)
-        grad_t = grad.t().contiguous()
+    grad = logits_gradient(logits, logsumexp, all_targets, shares, cap_shift_width)
     if fp8:
-        dx = fp8_matmul(grad, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
-        dw = fp8_matmul(grad_t, x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+        g8 = (grad * G_SCALE).to(torch.float8_e5m2)
+        dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
+        dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
     else:
+        grad = grad.to(x.dtype)
         dx, dw = grad @ w, grad.t() @ x
     return losses.sum(), dx, dw, -shares[0], shares[0] - (targets >= 0).float()
 
@@ -726,10 +681,9 @@ def run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
 
 if triton is not None:
     @triton.jit
-    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, out_stride,
-                        ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         """A program looks at one place in ordered, and if an id begins there, sums COLUMNS columns of its
-        gradients, ROWS at a time. With ADD it adds the sum to the id's row of out and writes nothing else."""
+        gradients, ROWS at a time."""
         position = tl.program_id(0)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         in_row = column < C
@@ -745,41 +699,18 @@ if triton is not None:
             total += tl.load(grads + row[:, None] * grads_stride + column[None, :], mask, 0.0).to(tl.float32)
             here += ROWS
             count = tl.sum(belongs.to(tl.int32), 0)
-        total_row = tl.sum(total, 0)
-        if ADD:
-            if is_first:
-                target = out + this_id.to(tl.int64) * out_stride + column
-                total_row += tl.load(target, in_row, 0.0).to(tl.float32)
-                tl.store(target, total_row.to(out.dtype.element_ty), in_row)
-        else:
-            target = out + position.to(tl.int64) * out_stride + column
-            tl.store(target, total_row.to(out.dtype.element_ty), in_row)
+        target = out + position.to(tl.int64) * C + column
+        tl.store(target, tl.sum(total, 0).to(out.dtype.element_ty), in_row)
 
 
-def fast_run_sums(ordered: Tensor, place: Tensor, grads: Tensor, add_to: Tensor | None = None) -> Tensor:
-    """run_sums on a GPU. With add_to [V, C], which may be columns of a wider tensor, the sum of each id's
-    gradients is added to its row there instead: a token has many gradients, an n-gram mostly one."""
-    (M, C), out = grads.shape, torch.empty_like(grads) if add_to is None else add_to
-    rows, columns = (4, 1024) if add_to is None else (32, 256)
-    columns = min(columns, triton.next_power_of_2(C))
-    run_sums_kernel[M, triton.cdiv(C, columns)](
-        ordered, place, grads, out, M, C, grads.stride(0), out.stride(0), ADD=add_to is not None,
-        ROWS=rows, COLUMNS=columns)
+def fast_run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
+    """run_sums on a GPU, for short runs: most n-grams of a step come once. (A token that comes a thousand
+    times would keep one program busy while the others are done: records/LOG.md.)"""
+    (M, C), out = grads.shape, torch.empty_like(grads)
+    columns = min(1024, triton.next_power_of_2(C))
+    run_sums_kernel[M, triton.cdiv(C, columns)](ordered, place, grads, out, M, C, grads.stride(0),
+                                                ROWS=4, COLUMNS=columns)
     return out
-
-
-class FastEmbedding(torch.autograd.Function):
-    """Some columns of weight's rows for tokens [..], as F.embedding gives them. Its backward pass adds the
-    gradient to these columns of weight.grad, which must be there. order: tokens sorted, and their places."""
-    @staticmethod
-    def forward(ctx, weight, tokens, columns, order):
-        ctx.weight, ctx.columns, ctx.order = weight, columns, order
-        return F.embedding(tokens, weight[:, columns])
-
-    @staticmethod
-    def backward(ctx, grad):
-        fast_run_sums(*ctx.order, grad.flatten(0, -2).contiguous(), ctx.weight.grad[:, ctx.columns])
-        return None, None, None, None
 
 
 def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
@@ -1553,24 +1484,14 @@ class GPT(nn.Module):
             self.ngrams.touched.append((ids, rows))
         return rows, signs
 
-    def embeddings(self, tokens: Tensor, training: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Embeddings of tokens [B, T, E], and the layers' value embeddings [B, T, H D]."""
-        count = max(1, len(self.config.value_layers))
-        if not (training and self.kernels.triton):
-            return F.embedding(tokens, self.embed), F.embedding(tokens, self.value_embeds).chunk(count, -1)
-        order, width = tokens.flatten().sort(stable=True), self.value_embeds.size(1) // count
-        columns = [slice(i * width, (i + 1) * width) for i in range(len(self.config.value_layers))]
-        return (FastEmbedding.apply(self.embed, tokens, slice(None), order),
-                [FastEmbedding.apply(self.value_embeds, tokens, part, order) for part in columns])
-
     def hidden(self, tokens: Tensor, segments: Tensor, masks: dict[str, Mask], training: bool) -> Tensor:
         """Final normed states [B, T, E]."""
         c, T = self.config, tokens.size(1)
         if T not in self.rotary:
             self.rotary[T] = rotary_tables(T, c.qk_dim, self.embed)
         rows, signs = self.look_up(tokens, segments, training)
-        token_embeddings, value_embeddings = self.embeddings(tokens, training)
-        x0 = self.input_states(token_embeddings, rows, signs, self.sign_pool, self.ngram_mix)
+        x0 = self.input_states(F.embedding(tokens, self.embed), rows, signs, self.sign_pool, self.ngram_mix)
+        value_embeddings = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)
         x = x0.view_as(x0)        # not x0 itself: the first block would get one tensor twice (see Kernels)
         for layer, block in zip(self.layers, self.blocks):
             ve = None if layer.value_table is None else value_embeddings[layer.value_table]
@@ -1609,10 +1530,7 @@ class GPT(nn.Module):
         c, w = self.config, self.embed
         if view.candidates:
             ids, columns = candidate_set(targets, len(w), view.candidates, start=row * view.candidates)
-            if view.training and self.kernels.triton:        # ids are distinct, so in any order
-                w = FastEmbedding.apply(w, ids, slice(None), (ids, torch.arange(len(ids), device=ids.device)))
-            else:
-                w = w.index_select(0, ids)
+            w = w.index_select(0, ids)
             targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
             if further is not None:
                 further = torch.where(further < 0, -1, columns[further.clamp(min=0).long()])
