@@ -440,7 +440,6 @@ class Kernels(NamedTuple):
     compile: bool = False
     flex: bool = False                       # FlexAttention over lists of blocks instead of a dense mask
     fp8: bool = False                        # the output head's matrix products in training
-    triton: bool = False                     # this room's own kernels in Triton
     graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
     small_tiles: bool = False                # FlexAttention in SMALL_TILES
@@ -470,8 +469,8 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     if graphs == "on" and not can_record:
         raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
     return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   triton=on_gpu and compiled, graphs=can_record and graphs != "off",
-                   dtype=torch.bfloat16 if on_gpu else torch.float32, small_tiles=small_tiles)
+                   graphs=can_record and graphs != "off", small_tiles=small_tiles,
+                   dtype=torch.bfloat16 if on_gpu else torch.float32)
 
 
 class Recorder:
@@ -681,7 +680,8 @@ def run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
 
 if triton is not None:
     @triton.jit
-    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, ROWS: tl.constexpr,
+                        COLUMNS: tl.constexpr):
         """A program looks at one place in ordered, and if an id begins there, sums COLUMNS columns of its
         gradients, ROWS at a time."""
         position = tl.program_id(0)
