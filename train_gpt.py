@@ -59,6 +59,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:                        # comes with torch for GPUs only
+    triton = None
+
 
 class RunError(Exception):
     """Ends a run. Its text is one readable message; one_rank: it concerns this rank only, which prints it."""
@@ -414,8 +420,10 @@ class Kernels(NamedTuple):
     compile: bool = False
     flex: bool = False                       # FlexAttention over lists of blocks instead of a dense mask
     fp8: bool = False                        # the output head's matrix products in training
+    triton: bool = False                     # this room's own kernels in Triton
     graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
+    small_tiles: bool = False                # FlexAttention in SMALL_TILES
 
 
 def choose_kernels(device: torch.device, compilation: str = "auto", attention: str = "auto",
@@ -429,8 +437,10 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     capability = torch.cuda.get_device_capability(device) if on_nvidia else (0, 0)
     can_record, has_fp8 = compiled and on_nvidia, compiled and capability >= (8, 9)
     if on_nvidia and capability < (8, 0):
-        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix units, "
-                      "expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
+        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix "
+                      "units, expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
+    properties = torch.cuda.get_device_properties(device) if on_nvidia else None
+    small_tiles = on_nvidia and properties.shared_memory_per_block_optin < USUAL_TILES_BYTES
     if fp8 == "on" and not has_fp8:
         raise Refusal("--fp8=on: it needs compilation and fp8 matrix units (compute capability 8.9 or "
                       "newer); use --fp8=off")
@@ -440,7 +450,8 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     if graphs == "on" and not can_record:
         raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
     return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   graphs=can_record and graphs != "off", dtype=torch.bfloat16 if on_gpu else torch.float32)
+                   triton=on_gpu and compiled, graphs=can_record and graphs != "off",
+                   dtype=torch.bfloat16 if on_gpu else torch.float32, small_tiles=small_tiles)
 
 
 class Recorder:
@@ -450,7 +461,7 @@ class Recorder:
     the record's own and replay it. Results are the same tensors each time, with new contents: who needs them
     after the next call clones them. What function reads and writes besides must stay where it is in memory.
     A record freezes each address and each Python number. So a number that changes from call to call must be
-    an input, a 0-D tensor. Not allowed in a record: looks at values (.item(), if), collectives, randomness."""
+    an input, a 0-D tensor. Not allowed in it: looks at values (.item(), if), collectives, random numbers."""
     def __init__(self, function: Callable, device: torch.device, is_recording: bool):
         self.function, self.device, self.is_recording = function, device, is_recording
         self.records = {}                  # None: called once; then (graph, its inputs, its results)
@@ -546,38 +557,76 @@ X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(mod
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
 G_SCALE = 8192.0        # e5m2 holds gradients up to 7; they are at most cap / (4 width), 0.77 for the record
 
-def softmax_gradient(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
-                     cap_shift_width: tuple[float, float, float], further: Tensor | None = None,
-                     further_weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses of mixed_cross_entropy [T], softmax_share [T], gradient by logits [T, V], all in fp32.
-    Per position, with z = softcap(logits) and p = softmax(z)[target]:
-        L = -log(e^log_lm p + e^log_copy)        softmax_share = e^log_lm p / (e^log_lm p + e^log_copy)
-        dL/dlog_lm = -softmax_share              dL/dlog_copy = softmax_share - 1
-        dL/dlogits = softmax_share (softmax(z) - onehot(target)) z (1 - z / cap) / width
-    A further target adds the like to dL/dlogits, with its weight in place of softmax_share."""
+def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
+                   cap_shift_width: tuple[float, float, float], further_weights: Tensor | None):
+    """Losses of mixed_cross_entropy [T]; what logits_gradient wants besides the logits [T, V]: logsumexp [T]
+    and shares [K, T]. targets: [K, T], K - 1 further ones. Per position, with p = softmax(softcap(logits)):
+        L = -log(e^log_lm p[target] + e^log_copy)    share = e^log_lm p[target] / (that sum) = -dL/dlog_lm
+    The share of a further target is its weight. Missing targets have none."""
+    cap = cap_shift_width[0]
+    logsumexp = (softcap(logits, cap_shift_width) - cap).exp().sum(1).log() + cap    # no maximum is needed
+    target_logits = logits.gather(1, targets.clamp(min=0).long().t()).t()
+    log_p, has_target = softcap(target_logits, cap_shift_width) - logsumexp, (targets >= 0).float()
+    log_mixture = torch.logaddexp(log_lm + log_p[0], log_copy)
+    losses = -log_mixture * has_target[0]
+    shares = (log_lm + log_p[0] - log_mixture).exp()[None]
+    if further_weights is not None:
+        losses = losses - (further_weights[:, None] * log_p[1:] * has_target[1:]).sum(0)
+        shares = torch.cat((shares, further_weights[:, None].expand_as(log_p[1:])))
+    return losses, logsumexp, shares * has_target
+
+
+def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, shares: Tensor,
+                    cap_shift_width: tuple[float, float, float]) -> Tensor:
+    """fp32 [T, V]: with z = softcap(logits), the sum of share (softmax(z) - onehot(target)) over the targets
+    [K, T], times dz/dlogits = z (1 - z / cap) / width."""
     cap, _, width = cap_shift_width
-    z = softcap(logits, cap_shift_width)
-    logsumexp = (z - cap).exp().sum(1).log() + cap      # z <= cap: no maximum is needed
+    z, ids = softcap(logits, cap_shift_width), torch.arange(logits.size(1), device=logits.device)
+    grad = (z - logsumexp[:, None]).exp() * shares.sum(0)[:, None]
+    for target, share in zip(targets, shares):
+        grad = grad - torch.where(ids == target[:, None], share[:, None], 0.0)
+    return grad * z * (1 - z / cap) / width
 
-    def log_p(targets: Tensor) -> Tensor:
-        target_logits = logits.gather(1, targets.clamp(min=0).long()[:, None])[:, 0]
-        return softcap(target_logits, cap_shift_width) - logsumexp
 
-    has_target = (targets >= 0).float()
-    log_softmax_part = log_lm + log_p(targets)
-    log_mixture = torch.logaddexp(log_softmax_part, log_copy)
-    softmax_share = (log_softmax_part - log_mixture).exp() * has_target
-    losses, shares = -log_mixture * has_target, [(targets, softmax_share)]
-    if further is not None:
-        for more_targets, weight in zip(further, further_weights):
-            share = weight * (more_targets >= 0).float()
-            losses = losses - share * log_p(more_targets)
-            shares.append((more_targets, share))
-    grad = (z - logsumexp[:, None]).exp() * sum(share for _, share in shares)[:, None]
-    ids = torch.arange(logits.size(1), device=logits.device)
-    for which, share in shares:
-        grad = grad - torch.where(ids == which[:, None], share[:, None], 0.0)
-    return losses, softmax_share, grad * z * (1 - z / cap) / width
+TILE = 32, 128          # of logits; their numbers of rows and columns are multiples of it
+
+if triton is not None:
+    @triton.jit
+    def hardware_tanh(x):
+        """By one instruction, with 11 bits: e5m2 has 3."""
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32,
+                                         is_pure=True, pack=1)
+
+    @triton.jit
+    def logits_gradient_kernel(logits, logsumexp, targets, shares, grad, grad_t, T, V, K: tl.constexpr,
+                               CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
+                               SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """A program makes one tile, and its transpose. With t = tanh((logit + shift) / (2 width)):
+        z = cap (1 + t) / 2, dz/dlogit = cap (1 - t^2) / (4 width)."""
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        place = row.to(tl.int64)[:, None] * V + column[None, :]
+        t = hardware_tanh((tl.load(logits + place).to(tl.float32) + SHIFT) * (0.5 / WIDTH))
+        p = tl.exp((0.5 * CAP) * (1 + t) - tl.load(logsumexp + row)[:, None])
+        total, of_targets = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in tl.static_range(K):
+            target, share = tl.load(targets + k * T + row), tl.load(shares + k * T + row)
+            total += share
+            of_targets += tl.where(target[:, None] == column[None, :], share[:, None], 0.0)
+        tile = (total[:, None] * p - of_targets) * (1 - t * t) * (SCALE * CAP / (4 * WIDTH))
+        tile = tile.to(grad.dtype.element_ty)
+        tl.store(grad + place, tile)
+        tl.store(grad_t + column.to(tl.int64)[:, None] * T + row[None, :], tl.trans(tile))
+
+
+def fast_logits_gradient(logits, logsumexp, targets, shares, cap_shift_width, scale: float, dtype):
+    """scale times logits_gradient in dtype, and its transpose, on an NVIDIA GPU."""
+    (T, V), (cap, offset, width), (rows, columns) = logits.shape, cap_shift_width, TILE
+    grad, grad_t = (torch.empty(shape, dtype=dtype, device=logits.device) for shape in ((T, V), (V, T)))
+    logits_gradient_kernel[T // rows, V // columns](
+        logits, logsumexp, targets, shares, grad, grad_t, T, V, K=len(targets), CAP=cap, SHIFT=offset,
+        WIDTH=width, SCALE=scale, ROWS=rows, COLUMNS=columns, num_warps=8)
+    return grad, grad_t
 
 
 def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
@@ -590,17 +639,23 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), fast_sums=True)
     else:
         logits = F.linear(x, w)
-    losses, softmax_share, grad = softmax_gradient(logits, targets, log_lm, log_copy, cap_shift_width,
-                                                   further, further_weights)
-    if fp8:
-        g8 = (grad * G_SCALE).to(torch.float8_e5m2)
-        g8_t = g8.t().contiguous()
-        dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
-        dw = fp8_matmul(g8_t, x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+    all_targets = targets[None] if further is None else torch.cat((targets[None], further))
+    weights = None if further is None else further_weights
+    losses, logsumexp, shares = softmax_losses(logits, all_targets, log_lm, log_copy, cap_shift_width,
+                                               weights)
+    softmax = logits, logsumexp, all_targets, shares, cap_shift_width
+    if fp8 and logits.is_cuda and len(x) % TILE[0] == len(w) % TILE[1] == 0:
+        grad, grad_t = fast_logits_gradient(*softmax, G_SCALE, torch.float8_e5m2)
     else:
-        grad = grad.to(x.dtype)
-        dx, dw = grad @ w, grad.t() @ x
-    return losses.sum(), dx, dw, -softmax_share, softmax_share - (targets >= 0).float()
+        grad = logits_gradient(*softmax)
+        grad = (grad * G_SCALE).to(torch.float8_e5m2) if fp8 else grad.to(x.dtype)
+        grad_t = grad.t()
+    if fp8:
+        dx = fp8_matmul(grad, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
+        dw = fp8_matmul(grad_t.contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+    else:
+        dx, dw = grad @ w, grad_t @ x
+    return losses.sum(), dx, dw, -shares[0], shares[0] - (targets >= 0).float()
 
 
 class HeadLoss(torch.autograd.Function):
@@ -639,6 +694,73 @@ def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[
     return ids, columns.masked_fill(columns == count, -1)
 
 
+def run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
+    """Sums of gradients that belong to the same id. ordered [M]: the ids, sorted; place [M]: where in
+    grads [M, C] each one's gradient stands. -> [M, C]: the sum at the first of each id, zeros elsewhere.
+    The order of a sum follows from the ids alone, so that all ranks get the same bits."""
+    is_first = F.pad(ordered[1:] != ordered[:-1], (1, 0), value=True)
+    first = torch.where(is_first, torch.arange(len(ordered), device=ordered.device), 0).cummax(0).values
+    sums = torch.zeros(grads.shape, dtype=torch.float32, device=grads.device)
+    return sums.index_add_(0, first, grads.float()[place]).to(grads.dtype)
+
+
+if triton is not None:
+    @triton.jit
+    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, out_stride,
+                        ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """A program looks at one place in ordered, and if an id begins there, sums COLUMNS columns of its
+        gradients, ROWS at a time. With ADD it adds the sum to the id's row of out and writes nothing else."""
+        position = tl.program_id(0)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        in_row = column < C
+        this_id = tl.load(ordered + position)
+        is_first = (position == 0) | (tl.load(ordered + position - 1, position > 0, 0) != this_id)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        here = position + tl.arange(0, ROWS)
+        count = tl.where(is_first, ROWS, 0)
+        while count == ROWS:
+            belongs = tl.load(ordered + here, here < M, -1) == this_id
+            row = tl.load(place + here, belongs, 0)
+            mask = belongs[:, None] & in_row[None, :]
+            total += tl.load(grads + row[:, None] * grads_stride + column[None, :], mask, 0.0).to(tl.float32)
+            here += ROWS
+            count = tl.sum(belongs.to(tl.int32), 0)
+        total_row = tl.sum(total, 0)
+        if ADD:
+            if is_first:
+                target = out + this_id.to(tl.int64) * out_stride + column
+                total_row += tl.load(target, in_row, 0.0).to(tl.float32)
+                tl.store(target, total_row.to(out.dtype.element_ty), in_row)
+        else:
+            target = out + position.to(tl.int64) * out_stride + column
+            tl.store(target, total_row.to(out.dtype.element_ty), in_row)
+
+
+def fast_run_sums(ordered: Tensor, place: Tensor, grads: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """run_sums on a GPU. With add_to [V, C], which may be columns of a wider tensor, the sum of each id's
+    gradients is added to its row there instead: a token has many gradients, an n-gram mostly one."""
+    (M, C), out = grads.shape, torch.empty_like(grads) if add_to is None else add_to
+    rows, columns = (8, 1024) if add_to is None else (32, 256)
+    columns = min(columns, triton.next_power_of_2(C))
+    run_sums_kernel[M, triton.cdiv(C, columns)](ordered, place, grads, out, M, C, grads.stride(0),
+                                                out.stride(0), ADD=add_to is not None, ROWS=rows, COLUMNS=columns)
+    return out
+
+
+class FastEmbedding(torch.autograd.Function):
+    """Some columns of weight's rows for tokens [..], as F.embedding gives them. Its backward pass adds the
+    gradient to these columns of weight.grad, which must be there. order: tokens sorted, and their places."""
+    @staticmethod
+    def forward(ctx, weight, tokens, columns, order):
+        ctx.weight, ctx.columns, ctx.order = weight, columns, order
+        return F.embedding(tokens, weight[:, columns])
+
+    @staticmethod
+    def backward(ctx, grad):
+        fast_run_sums(*ctx.order, grad.flatten(0, -2), ctx.weight.grad[:, ctx.columns])
+        return None, None, None, None
+
+
 def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
     """x [B, T, ..] moved later by distance positions along each row; the first positions get fill."""
     pad = (0, 0) * (x_BT.ndim - 2) + (distance, 0)        # F.pad counts dimensions from the last one
@@ -655,6 +777,7 @@ class Mask(NamedTuple):
     offset_keys: Tensor | None = None
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
     blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists, see block_mask
+    small_tiles: bool = False                    # see SMALL_TILES
 
 
 def segment_ids(tokens_BT: Tensor, eod_id: int) -> Tensor:
@@ -734,13 +857,20 @@ def flex_lists(mask: Mask, block: int) -> BlockMask:
                      BLOCK_SIZE=(block, block), mask_mod=allowed)
 
 
+# What FlexAttention's kernels hold at once, for GPUs with less shared memory (3090, 4090, L4: 99 KiB) than a
+# pipeline of three of the usual tiles takes: queries [128, 128] and thrice keys and values [64, 128] in bf16.
+USUAL_TILES_BYTES = 2 * 128 * (128 + 3 * 2 * 64)
+SMALL_TILES = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_stages=2, bwd_num_stages=1,
+                   bwd_BLOCK_M1=32, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=32)
+
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
     """softmax(scale * q.k) v under the mask: FlexAttention over lists of blocks, or SDPA over a dense mask."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
     if mask.blocks is None:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale)
     else:
-        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale)
+        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale,
+                           kernel_options=SMALL_TILES if mask.small_tiles else None)
     return y.transpose(1, 2)
 
 
@@ -767,7 +897,8 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
     q, k = torch.stack((q_BTD, q_BTD), 1), torch.stack((k_BTD, k_BTD), 1)
     no_values = torch.zeros_like(k[..., :16])        # 16: the narrowest that the kernel takes
     y, aux = flex_attention(q, k, no_values, score_mod=all_or_targets, scale=q.size(-1) ** -0.5,
-                            block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True))
+                            block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True),
+                            kernel_options=SMALL_TILES if mask.small_tiles else None)
     # + 0 y: the backward pass can't be compiled without a gradient of the output (torch 2.11)
     return (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
 
@@ -850,15 +981,12 @@ def adam_state(master: Tensor) -> dict[str, Tensor]:
     return {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
 
 
-def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
-    """Sums the gradients [M, C] of equal ids [M]. -> distinct ids in order, then unused [M]; sums [M, C].
-    Shapes are static, the host doesn't wait, ids alone fix the order of a sum: ranks get the same bits."""
+def merge_rows(ids: Tensor, grads: Tensor, unused: int, sum_runs: Callable) -> tuple[Tensor, Tensor]:
+    """Sums the gradients [M, C] of equal ids [M] by run_sums or fast_run_sums. -> ids [M] in order, each
+    once, where it is repeated: unused; sums [M, C], zeros there. The host doesn't wait."""
     ordered, place = ids.sort(stable=True)
-    slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
-    distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
-    slots = torch.empty_like(slot).scatter_(0, place, slot)
-    # An embedding's backward pass is this very sum: of the gradients of all positions that looked up a slot.
-    return distinct, torch.ops.aten.embedding_dense_backward(grads, slots, len(ids), -1, False)
+    is_repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
+    return ordered.masked_fill(is_repeated, unused), sum_runs(ordered, place, grads)
 
 
 def rows_update(rows, grad, square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
@@ -1013,7 +1141,7 @@ class RowBank(Bank):
         (self.name, self.table), = group.params.items()
         self.group, self.world, self.steps = group, world, 0
         self.weight = self.master = self.table.data
-        self.state = RULES[group.kind].state(self.weight)
+        self.state, self.run_sums = RULES[group.kind].state(self.weight), run_sums
         self.width = round_up(self.table.size(1), world.size) // world.size     # of a rank's columns
 
     def reduce(self) -> list:
@@ -1032,7 +1160,7 @@ class RowBank(Bank):
     def update(self, function: Callable, numbers: dict[str, Tensor]) -> None:
         """Sums gradients by row, updates this rank's columns of these rows, and writes them on all ranks."""
         nobody = len(self.weight) - 1
-        ids, grads = merge_rows(self.ids, self.grads, nobody)
+        ids, grads = merge_rows(self.ids, self.grads, nobody, self.run_sums)
         square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
         square = self.world.reduced(square) / self.table.size(1)
         second, seen = self.state["second"], self.state["seen"]
@@ -1091,6 +1219,8 @@ class Optimizer:
             self.banks.append(bank_class(group, world))
         self.updates = {kind: rule.update for kind, rule in RULES.items()}
         if compiled:
+            for bank in self.banks:
+                bank.run_sums = fast_run_sums            # only a RowBank calls it
             for kind, rule in RULES.items():
                 dynamic = rule.layout != "matrices"      # one graph for all lengths; else one for each shape
                 self.updates[kind] = torch.compile(rule.update, dynamic=dynamic, fullgraph=True)
@@ -1385,9 +1515,11 @@ class GPT(nn.Module):
         block = self.config.block_tokens
         long_window = torch.full_like(segments[0, 0], window)
         short_window = (long_window // 2).clamp(min=1)
-        offset_keys = torch.ones_like(long_window, dtype=torch.bool)
-        return {"long": self.build_mask(segments, long_window, block)._replace(offset_keys=offset_keys),
-                "short": self.build_mask(segments, short_window, block)._replace(offset_keys=~offset_keys)}
+        offset_keys, small_tiles = torch.ones_like(long_window, dtype=torch.bool), self.kernels.small_tiles
+        long = self.build_mask(segments, long_window, block)
+        short = self.build_mask(segments, short_window, block)
+        return {"long": long._replace(offset_keys=offset_keys, small_tiles=small_tiles),
+                "short": short._replace(offset_keys=~offset_keys, small_tiles=small_tiles)}
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
         """Rows [J, B, T, E] of the n-gram table and ids of their signs [J, B, T]. The rows are leaves;
@@ -1398,14 +1530,24 @@ class GPT(nn.Module):
             self.ngrams.touched.append((ids, rows))
         return rows, signs
 
+    def embeddings(self, tokens: Tensor, training: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Embeddings of tokens [B, T, E], and the layers' value embeddings [B, T, H D]."""
+        count = max(1, len(self.config.value_layers))
+        if not (training and self.kernels.triton):
+            return F.embedding(tokens, self.embed), F.embedding(tokens, self.value_embeds).chunk(count, -1)
+        order, width = tokens.flatten().sort(stable=True), self.value_embeds.size(1) // count
+        columns = [slice(i * width, (i + 1) * width) for i in range(len(self.config.value_layers))]
+        return (FastEmbedding.apply(self.embed, tokens, slice(None), order),
+                [FastEmbedding.apply(self.value_embeds, tokens, part, order) for part in columns])
+
     def hidden(self, tokens: Tensor, segments: Tensor, masks: dict[str, Mask], training: bool) -> Tensor:
         """Final normed states [B, T, E]."""
         c, T = self.config, tokens.size(1)
         if T not in self.rotary:
             self.rotary[T] = rotary_tables(T, c.qk_dim, self.embed)
         rows, signs = self.look_up(tokens, segments, training)
-        x0 = self.input_states(F.embedding(tokens, self.embed), rows, signs, self.sign_pool, self.ngram_mix)
-        value_embeddings = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)
+        token_embeddings, value_embeddings = self.embeddings(tokens, training)
+        x0 = self.input_states(token_embeddings, rows, signs, self.sign_pool, self.ngram_mix)
         x = x0.view_as(x0)        # not x0 itself: the first block would get one tensor twice (see Kernels)
         for layer, block in zip(self.layers, self.blocks):
             ve = None if layer.value_table is None else value_embeddings[layer.value_table]
@@ -1438,7 +1580,10 @@ class GPT(nn.Module):
         c, w = self.config, self.embed
         if view.candidates:
             ids, columns = candidate_set(targets, len(w), view.candidates, start=row * view.candidates)
-            w = w.index_select(0, ids)
+            if view.training and self.kernels.triton:        # ids are distinct, so in any order
+                w = FastEmbedding.apply(w, ids, slice(None), (ids, torch.arange(len(ids), device=ids.device)))
+            else:
+                w = w.index_select(0, ids)
             targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
             if further is not None:
                 further = torch.where(further < 0, -1, columns[further.clamp(min=0).long()])
@@ -1507,8 +1652,6 @@ SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fi
 def open_shard(path: str) -> Tensor:
     """The tokens of a shard in FineWeb's format, a header and then uint16, memory-mapped. Raises Refusal."""
     try:
-        if not os.path.isfile(path):
-            raise OSError("no file")             # opening a pipe would wait for a writer
         with open(path, "rb") as file:
             header = file.read(SHARD_HEADER_BYTES)
         size = os.path.getsize(path)
@@ -1554,11 +1697,16 @@ def find_shards(patterns: str, what: str) -> list[str]:
         unmatched = "" if found else unmatched + ","
     if unmatched.strip(" ,") or not names:
         looked = ", ".join(os.path.abspath(os.path.expanduser(text.strip())) for text in patterns.split(","))
-        raise Refusal(f"no {what} shards match one of {looked:.300} (in a folder: *{what}*.bin): name others "
-                      f"with --{what}_files=PATTERN, or make some: python data/cached_fineweb10B.py, or "
-                      "data/text.py --builtin --tokenizer=bytes, or --help")
+        raise Refusal(f"no {what} shards match {patterns:.200} (looked for {looked:.300}; in a folder: "
+                      f"*{what}*.bin): name others with --{what}_files=PATTERN, or make some: python "
+                      "data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
     first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
-    return sorted(first_name_of.values())
+    paths = sorted(first_name_of.values())
+    for path in paths:                           # before anyone opens it: a pipe would wait for a writer
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            raise Refusal(f"{path}: no file that can be read; "
+                          f"restore it, or name others with --{what}_files=PATTERN")
+    return paths
 
 
 def dataset_card(paths: list[str]) -> dict | None:
@@ -2107,7 +2255,7 @@ def read_facts(folder: str | Path) -> dict:
         if missing:
             raise ValueError(f"lacks {', '.join(missing)}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
+        raise Refusal(f"{place}: can't be read ({error!s:.200}); take another checkpoint") from None
     return facts
 
 
@@ -2131,7 +2279,8 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     except pickle.UnpicklingError:               # whose text advises to read it without the guard
         raise Refusal(f"{place}: refused: it holds more than tensors; take another checkpoint") from None
     except Exception as error:
-        raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
+        reason = str(error).partition("\n")[0]
+        raise Refusal(f"{place}: can't be read ({reason:.200}); take another checkpoint") from None
     return facts, tensors
 
 
@@ -2313,14 +2462,12 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
 def evaluate(run: Run) -> float:
     """Mean loss over the val_tokens targets, on all ranks, with shapes and graphs of the last stage."""
     c, world = run.config, run.world
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)      # sum of losses, number of targets
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
                                            rows_at_once(run, c.num_steps), c.eod_id, world.rank, world.size):
         inputs, targets = inputs.to(world.device), targets.to(world.device)
-        loss, count = run.model(inputs, targets, View(c.val_window_blocks)), (targets >= 0).sum()
-        totals += torch.stack((loss.double(), count.double()))
-    loss_sum, count = world.reduced(totals)
-    return float(loss_sum / count)
+        loss_sum += run.model(inputs, targets, View(c.val_window_blocks))
+    return float(world.reduced(loss_sum) / c.val_tokens)
 
 
 def warmup(run: Run, log: RunLog) -> None:
@@ -2349,14 +2496,14 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     run = build(config, world, overrides)
     c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
     header = {"run_id": log.run_id, **facts(run, overrides, argv)}
-    saved = load_checkpoint(run, header) if c.resume else None
+    saved = load_checkpoint(run, header) if c.resume else dict(step=0, tokens=0, total_ms=0.0, step_ms=[])
     log.header(SOURCE, header)
     log.event("note: " + budget(c, run.train_stream))
     log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
               f"{run.kernels}")
     if padding := padding_in_words(c, world.size):
         log.event("note: " + padding)
-    if saved:
+    if c.resume:
         same_source = saved["run"]["source_sha256"] == header["source_sha256"]
         origin = "" if same_source else ", written by another source"
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}{origin}")
@@ -2366,15 +2513,14 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     if c.self_check == "on":
         self_check(run, log)
     progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
-    if saved:
-        clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
+    clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
     with stop_signals() as signals, profiler_of(c, log) as profiler:
         try:
-            result = loop(run, progress, store, signals, profiler, header, saved["step"] if saved else 0)
+            result = loop(run, progress, store, signals, profiler, header, saved["step"])
         finally:
             store.finish()               # whatever happened, the last good checkpoint is whole
     if result["status"] == "stopped":
@@ -2833,11 +2979,11 @@ def default_preset() -> tuple[str, str]:
     if not torch.cuda.is_available():
         return "demo", ""
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    found_gib = min(sizes) / 2 ** 30
-    if found_gib >= RECORD_GIB:
+    gib = min(sizes) / 2 ** 30
+    if gib >= RECORD_GIB:
         return "record", ""
-    return "small", (f"note: preset small, as a GPU here has {found_gib:.0f} GiB of memory and the record "
-                     f"needs about {RECORD_GIB} (--preset=record tries it)")
+    return "small", (f"note: preset small, as a GPU here has {gib:.0f} GiB of memory and the record needs "
+                     f"about {RECORD_GIB} (--preset=record tries it)")
 
 
 def main(argv: list[str]) -> int:

@@ -11,11 +11,12 @@ from rank_helpers import load_train_gpt
 from shard_helpers import raw_shard
 
 EOD = 60
-SMALL = dict(       # 5 layers: long and short attention, value embeddings, n-grams, copies
+SMALL = dict(       # 5 layers: long, short and no attention, value embeddings, n-grams, copies
     vocab_size=300, eod_id=EOD, num_steps=3, batch_tokens=24 * 64, stages="plain", row_tokens=64, micro_rows=24,
     val_tokens=500, val_overlap=16, val_window_blocks=8, val_every_steps=0, target_loss=0.0, model_dim=32,
     num_layers=5, num_heads=2, head_dim=16, qk_dim=8, copy_dim=8, mlp_dim=64, long_layers=(1, 4),
-    value_layers=(1, 4), table_rows=500, block_tokens=8, max_epochs=100)
+    no_attention_layers=(2,), value_layers=(1, 4), table_rows=500, block_tokens=8, max_epochs=100,
+    lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85, lr_scalar=0.056, lr_table=1.2)
 
 
 def small_config(**changes):
@@ -38,12 +39,13 @@ def small_model(**changes):
 
 @torch.no_grad()
 def randomise(model, seed=1):
-    """Fill every parameter, in place and in order of names: matrices near 1 / sqrt(fan in), tables near 1, scalars
-    near 1/2. The n-gram table's last row is nobody's and stays zero."""
+    """Fill every parameter, in place and in order of names: matrices near 1 / sqrt(fan in), the embedding too (it is
+    read normed, and is the output head), other tables near 1, scalars near 1/2. The n-gram table's last row is
+    nobody's and stays zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in sorted(model.named_parameters()):
         noise = torch.randn(p.shape, generator=generator)
-        if "embed" in name or name == "ngrams":
+        if name in ("value_embeds", "ngrams"):
             p.copy_(noise)
         elif p.ndim >= 2:
             p.copy_(noise * p.size(-1) ** -0.5)

@@ -173,13 +173,14 @@ def rewrite(tg, checkpoint, target, change):
 
 
 @pytest.mark.parametrize("what, named", [
-    (lambda facts, whole: whole.pop("head/exp_avg"), "shape of head/exp_avg differs: nothing in the checkpoint"),
-    (lambda facts, whole: whole.update({"ema/weight": whole["head/weight"]}),
+    (lambda facts, whole: whole.pop("embed/exp_avg"), "shape of embed/exp_avg differs: nothing in the checkpoint"),
+    (lambda facts, whole: whole.update({"ema/weight": whole["embed/weight"]}),
      "shape of ema/weight differs: [384, 32] in the checkpoint, nothing in this run"),
-    (lambda facts, whole: whole.update({"heads/weight": whole.pop("head/weight")}), "shape of heads/weight differs"),
+    (lambda facts, whole: whole.update({"embeds/weight": whole.pop("embed/weight")}), "shape of embeds/weight differs"),
     (lambda facts, whole: whole.update({"embed/weight": whole["embed/weight"][1:]}),
      "shape of embed/weight differs: [383, 32] in the checkpoint, [384, 32] in this run"),
-    (lambda facts, whole: whole.update({"head/exp_avg": whole["head/exp_avg"].T.contiguous()}), "head/exp_avg differs"),
+    (lambda facts, whole: whole.update({"embed/exp_avg": whole["embed/exp_avg"].T.contiguous()}),
+     "embed/exp_avg differs"),
 ])
 def test_missing_renamed_extra_and_cut_keys_are_refused_by_name(tg, straight, refused, tmp_path, what, named):
     assert named in refused(rewrite(tg, checkpoints_in(straight[0])[0], tmp_path / "run", what))
@@ -265,8 +266,8 @@ def test_weights_that_are_more_than_tensors_are_refused_and_run_no_code(tg, stra
     elif what == "evil, by pickle":
         weights.write_bytes(pickle.dumps(Evil(trap)))
     else:
-        torch.save({"evil among tensors": {"head/weight": torch.zeros(2), "x": Evil(trap)}, "evil alone": Evil(trap),
-                    "a list": [torch.zeros(2)], "a number": {"head/weight": 1}}[what], weights)
+        torch.save({"evil among tensors": {"embed/weight": torch.zeros(2), "x": Evil(trap)}, "evil alone": Evil(trap),
+                    "a list": [torch.zeros(2)], "a number": {"embed/weight": 1}}[what], weights)
     sealed(folder, lambda facts: None)
     with pytest.raises(tg.Refusal, match="weights.pt: .*; take another checkpoint") as info:
         tg.read_checkpoint(folder)
@@ -284,7 +285,7 @@ def test_weights_are_read_when_they_are_used(tg, straight):
 
 @pytest.mark.parametrize("change, named", [
     (lambda facts: facts.pop("position"), "lacks position"), (lambda facts: facts.clear(), "lacks step, tokens"),
-    (lambda facts: facts["files"].clear(), "weights.pt: can't be used")])
+    (lambda facts: facts["files"].clear(), "weights.pt: can't be read")])
 def test_facts_that_lack_something_are_refused_by_name(tg, straight, tmp_path, change, named):
     shutil.copytree(checkpoints_in(straight[0])[0], tmp_path / "step_1")
     sealed(tmp_path / "step_1", change)
@@ -295,10 +296,10 @@ def test_facts_that_lack_something_are_refused_by_name(tg, straight, tmp_path, c
 def test_a_bank_without_its_steps_is_refused_by_name(tg, straight):
     folder = checkpoints_in(straight[0])[0]
     facts = tg.read_facts(folder)
-    tg.need_bank_steps(folder, facts, ["head", "embed"])
-    del facts["bank_steps"]["head"]
-    with pytest.raises(tg.Refusal, match="its bank_steps lack head"):
-        tg.need_bank_steps(folder, facts, ["head", "embed"])
+    tg.need_bank_steps(folder, facts, ["gates", "embed"])
+    del facts["bank_steps"]["gates"]
+    with pytest.raises(tg.Refusal, match="its bank_steps lack gates"):
+        tg.need_bank_steps(folder, facts, ["gates", "embed"])
 
 
 @pytest.mark.slow
@@ -532,6 +533,6 @@ def test_exact_weights_beside_bfloat16_ones_are_kept(tg, run_ranks, tmp_path):
     again = run_ranks(2, in_half_precision, changed(argv, f"--resume={first}", f"--checkpoint_dir={tmp_path}/two"))
     assert same_weights(straight[0][1], again[0][1])
     whole = tg.read_checkpoint(last)[1]
-    exact, rounded = whole["head/weight"], straight[0][1]["head"]
+    exact, rounded = whole["embed/weight"], straight[0][1]["embed"]
     assert exact.dtype.itemsize == 4 and (exact.bfloat16().float().numpy() == rounded).all()
     assert (exact.numpy() != rounded).any()

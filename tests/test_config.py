@@ -28,8 +28,8 @@ def test_the_promised_keys_and_presets_are_there(tg):
 def test_defaults_are_the_record_in_numbers(tg):
     c = tg.Config()
     assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.qk_dim, c.mlp_dim) == (11, 768, 6, 128, 128, 3072)
-    assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (524_288, 1216, 10_485_760, 2048)
-    assert (c.lr_matrix, c.lr_embed, c.lr_head, c.lr_scalar, c.lr_table) == (0.039, 0.85, 0.0113, 0.056, 1.2)
+    assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (393_216, 1800, 10_485_760, 2048)
+    assert (c.lr_matrix, c.lr_embed, c.lr_value, c.lr_scalar, c.lr_table) == (0.038, 0.0098, 0.74, 0.0485, 1.04)
     assert (c.cooldown_frac, c.lr_floor, c.ema_frac, c.ema_blend) == (0.8, 0.3, 0.25, 0.5)
     assert (c.softcap, c.attention_scale, c.block_tokens, c.target_loss) == ((23.0, 5.0, 7.5), 0.1, 128, 3.28)
     assert (c.table_rows, c.table_orders, c.val_window_blocks) == (4_194_301, (2, 3), 20)
@@ -69,11 +69,11 @@ def test_the_default_preset_is_the_callers_choice(tg):
 
 
 def test_overrides_take_the_type_of_their_field(tg):
-    config, overrides = tg.parse_config(["--preset=tiny", "--num_steps=7", "--lr_matrix=1e-3", "--long_layers=0,1",
+    config, overrides = tg.parse_config(["--preset=tiny", "--num_steps=7", "--lr_matrix=1e-3", "--long_layers=0,2",
                                          "--train_files=a=b,*.bin", "--compile=on", "--fp8=off", "--deterministic",
                                          "--micro_rows=2", "--value_layers=", "--softcap=30,0,7.5",
                                          "--stages=sprint"])
-    assert overrides == dict(num_steps=7, lr_matrix=1e-3, long_layers=(0, 1), train_files="a=b,*.bin", compile="on",
+    assert overrides == dict(num_steps=7, lr_matrix=1e-3, long_layers=(0, 2), train_files="a=b,*.bin", compile="on",
                              fp8="off", deterministic="on", micro_rows=2, value_layers=(), softcap=(30, 0, 7.5),
                              stages="sprint")
     assert {key: getattr(config, key) for key in overrides} == overrides
@@ -102,8 +102,8 @@ def test_config_is_frozen(tg):
     (["--seed=1", "--seed=1"], ["--seed", "twice"]),
     (["--num_steps=0"], ["--num_steps=0", "from 1"]),
     (["--val_tokens=-1"], ["--val_tokens=-1", "from 0"]),
-    (["--lr_head=nan"], ["--lr_head=nan", "finite"]),
-    (["--lr_head=inf"], ["--lr_head=inf", "finite"]),
+    (["--lr_matrix=nan"], ["--lr_matrix=nan", "finite"]),
+    (["--lr_matrix=inf"], ["--lr_matrix=inf", "finite"]),
     (["--batch_tokens=100000", "--row_tokens=16384"], ["--batch_tokens=100000", "row_tokens=16384"]),
     (["--preset=tiny", "--row_tokens=100", "--batch_tokens=1000"], ["--row_tokens=100", "block_tokens=16"]),
     (["--val_overlap=1000", "--block_tokens=128"], ["--val_overlap=1000", "block_tokens=128"]),
@@ -115,6 +115,10 @@ def test_config_is_frozen(tg):
     (["--long_layers=11", "--num_layers=11"], ["--long_layers", "num_layers - 1 = 10"]),
     (["--value_layers=-1"], ["--value_layers", "from 0"]),
     (["--value_layers=1,11", "--num_layers=11"], ["--value_layers", "num_layers - 1 = 10"]),
+    (["--no_attention_layers=11", "--num_layers=11"], ["--no_attention_layers", "num_layers - 1 = 10"]),
+    (["--no_attention_layers=1,4", "--long_layers=4"], ["--long_layers=(4,)", "none of no_attention_layers"]),
+    (["--preset=tiny", "--no_attention_layers=2", "--value_layers=1,2"],
+     ["--value_layers=(1, 2)", "none of no_attention_layers"]),
     (["--copy_dim=0"], ["--copy_dim=0", "from 8"]),
     (["--table_orders=2,5"], ["--table_orders=(2, 5)", "from 1 to 4"]),
     (["--table_orders="], ["--table_orders=()", "at least one"]),
@@ -162,7 +166,7 @@ def test_each_option_is_a_field_and_help_shows_its_default(tg):
     shown = re.findall(r"^    (--(\w+)=\S*) +\S.{4,}$", text, re.M)
     assert [key for _, key in shown] == [f.name for f in dataclasses.fields(tg.Config)]
     assert tg.parse_config([option for option, _ in shown])[0] == tg.Config()
-    assert "Adam, output head and gates" in text and "(auto | flex | dense)" in text
+    assert "NorMuon, hidden matrices" in text and "(auto | flex | dense)" in text
     assert set(tg.SECTIONS) <= {key for _, key in shown}
     assert all(f"\n  {head}\n" in text for head in tg.SECTIONS.values())
     assert ", ".join(tg.PRESETS) in text
@@ -183,12 +187,15 @@ def test_every_choice_and_every_key_that_resume_may_change_is_a_setting(tg):
 def test_a_resumed_run_may_not_change_what_decides_the_curve(tg):
     assert {f.name for f in dataclasses.fields(tg.Config)} - tg.RESUME_MAY_CHANGE == set("""
         vocab_size eod_id num_steps batch_tokens stages row_tokens model_dim num_layers num_heads head_dim qk_dim
-        mlp_dim long_layers value_layers copy_dim table_rows table_orders block_tokens attention_scale softcap
-        lr_matrix lr_embed lr_head lr_scalar lr_table cooldown_frac lr_floor ema_frac ema_blend seed""".split())
+        mlp_dim long_layers no_attention_layers value_layers copy_dim table_rows table_orders block_tokens
+        attention_scale softcap lr_matrix lr_embed lr_value lr_scalar lr_table cooldown_frac lr_floor ema_frac
+        ema_blend seed""".split())
 
 
 @pytest.mark.parametrize("changes", [{}, dict(value_layers=(0, 1, 2)), dict(table_orders=(2, 3, 4)), dict(qk_dim=16),
-                                     dict(mlp_dim=512, num_layers=2, long_layers=(1,), value_layers=())])
+                                     dict(no_attention_layers=()), dict(no_attention_layers=(0, 3, 3)),
+                                     dict(mlp_dim=512, num_layers=2, long_layers=(1,), no_attention_layers=(),
+                                          value_layers=())])
 def test_the_number_of_parameters_is_that_of_the_model(tg, changes):
     c = tg.Config(**{**SMALL, "model_dim": 64, "head_dim": 32, "table_rows": 10_007, **changes})
     built = sum(p.numel() for p in tg.GPT(c).parameters())

@@ -104,13 +104,15 @@ def fitting(rng):
     """Options of a shape that should work: sizes that divide each other, down to the smallest there are."""
     block, layers = rng.choice([1, 2, 3, 8, 16]), rng.randrange(1, 7)
     row, vocab = block * rng.randrange(1, 9), rng.choice([61, 61, 61, 100, 128, 129, 1000])
+    long, value = rng.randrange(layers), rng.choice(["", *range(layers)])
+    without = rng.choice(["", *({*range(layers)} - {long, value})])
     return [f"--{key}={value}" for key, value in dict(
         block_tokens=block, row_tokens=row, batch_tokens=row * rng.randrange(1, 13), vocab_size=vocab,
         val_window_blocks=rng.randrange(1, 20), val_overlap=block * rng.choice([0, 0, 1, 3]),
         val_tokens=rng.choice([0, 1, 2, 500, 1000]),
-        num_layers=layers, value_layers=rng.choice(["", *range(layers)]), num_heads=rng.randrange(1, 4),
+        num_layers=layers, no_attention_layers=without, value_layers=value, num_heads=rng.randrange(1, 4),
         head_dim=4 * rng.randrange(2, 5), qk_dim=4 * rng.randrange(2, 5), copy_dim=rng.choice([8, 9, 16]),
-        model_dim=rng.choice([16, 17, 32]), mlp_dim=rng.choice([1, 3, 64]), long_layers=rng.randrange(layers),
+        model_dim=rng.choice([16, 17, 32]), mlp_dim=rng.choice([1, 3, 64]), long_layers=long,
         table_rows=rng.choice([0, 1, 50, 997]), table_orders=rng.choice(["1", "2,3", "4", "2,3,4"]),
         num_steps=rng.choice([1, 2, 5, 300]), micro_rows=rng.choice([0, 1, 2, 6, 100])).items()]
 
@@ -171,9 +173,10 @@ def as_asked(tg, word):
 
 def parameters(c):
     width = c.num_heads * c.head_dim
-    tables = c.padded_vocab * (2 * c.model_dim + len(c.value_layers) * width)
+    tables = c.padded_vocab * (c.model_dim + len(c.value_layers) * width)
     tables += len(c.table_orders) * c.table_rows * c.model_dim
-    return tables + c.num_layers * 2 * c.model_dim * (width + c.num_heads * c.qk_dim + c.mlp_dim)
+    attentions = (c.num_layers - len({*c.no_attention_layers})) * (width + c.num_heads * c.qk_dim)
+    return tables + 2 * c.model_dim * (attentions + c.num_layers * c.mlp_dim)
 
 
 def small_enough(c):
@@ -232,6 +235,7 @@ def works(tg, run, config):
     assert len(model.ngrams) == len(c.table_orders) * c.table_rows + 1
     assert model.value_embeds.shape == (c.padded_vocab, len(c.value_layers) * c.num_heads * c.head_dim)
     assert {i for i, row in enumerate(model.layers) if row.attention == "long"} == set(c.long_layers)
+    assert {i for i, block in enumerate(model.blocks) if block.attention is None} == set(c.no_attention_layers)
     if c.compile == "on":
         return "built (compiling takes too long here)"
     with contextlib.closing(small_batches(run)) as loader:
@@ -268,7 +272,7 @@ KINDS = {           # of a small data set: (vocabulary, end of document, what st
     "bare": (50_257, 50_256, "nothing"),
 }
 OPTIONS = ["--preset=tiny", "--model_dim=16", "--num_layers=1", "--num_heads=1", "--head_dim=8", "--qk_dim=8",
-           "--mlp_dim=8",
+           "--mlp_dim=8", "--no_attention_layers=",
            "--value_layers=", "--table_rows=50", "--batch_tokens=512", "--row_tokens=32", "--val_tokens=0",
            "--val_overlap=0", "--num_steps=2"]
 NAMES = ("train_000000.bin", "train_000001.bin", "val_000000.bin")

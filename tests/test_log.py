@@ -243,7 +243,7 @@ def progress(tg, tmp_path, **changes):
     clock.resume()
     log = tg.RunLog(str(tmp_path), tg.World())
     header = dict(devices=["NVIDIA H100 80GB HBM3"], world_size=1, parameters=dict(matmul=10 ** 9))
-    return tg.Progress(c, log, clock, ["head"], header), clock, log
+    return tg.Progress(c, log, clock, ["embed"], header), clock, log
 
 
 def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
@@ -281,7 +281,7 @@ def test_a_number_that_is_not_finite_is_named_with_its_step(tg, tmp_path, bad):
     clock.step_done()
     watch.push(4, 64, 1.0, torch.tensor([3.0, bad, 0.0]))
     clock.step_done()
-    with pytest.raises(tg.Failure, match="^step 5: not a finite number: gradient of head. Lower the"):
+    with pytest.raises(tg.Failure, match="^step 5: not a finite number: gradient of embed. Lower the"):
         watch.push(5, 64, 1.0, torch.tensor([bad, 1.0, 0.0]))
     with pytest.raises(tg.Failure, match="^step 6: not a finite number: loss. Lower the"):
         watch.look()

@@ -123,7 +123,7 @@ def assert_same_gradients(found, wanted, tolerance):
         assert gradient.norm() > 0, name
         assert (found[name] - gradient).norm() / gradient.norm() < 500 * tolerance, name
         families.setdefault(re.sub(r"\d+", "*", name), []).append((found[name], gradient))
-    assert len(families) == 17
+    assert len(families) == 16
     for name, pairs in families.items():
         got, gradient = (torch.cat([t.flatten() for t in side]) for side in zip(*pairs))
         assert (got - gradient).norm() / gradient.norm() < tolerance, name
@@ -161,15 +161,16 @@ def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, a
     """Of the training loss by hand: each row by its own candidates, mixed with its copies."""
     run = small_run(files)
     batch, asked, model = next(small_batches(run)), tg.train_view(run, 0), run.model
-    assert asked.candidates == 128
+    assert 0 < asked.candidates < 384
     segments = tg.segment_ids(batch.inputs, EOD)
     masks = model.masks(segments, asked.window)
     hidden = model.hidden(batch.inputs, segments, masks, True)
     log_lm, log_copy = model.pointer(hidden, batch.inputs, batch.targets, masks["long"])
     loss = 0.0
     for row in range(6):
-        ids = tg.candidate_set(batch.targets[row], 384, 128, (asked.row + row) * 128)[0]
-        logp = (23 * torch.sigmoid((hidden[row] @ model.head[ids].T + 5) / 7.5)).log_softmax(-1)
+        start = (asked.row + row) * asked.candidates
+        ids = tg.candidate_set(batch.targets[row], 384, asked.candidates, start)[0]
+        logp = (23 * torch.sigmoid((hidden[row] @ model.embed[ids].T + 5) / 7.5)).log_softmax(-1)
         for t, target in enumerate(batch.targets[row].tolist()):
             p = log_lm[row, t].exp() * logp[t, ids.tolist().index(target)].exp() + log_copy[row, t].exp()
             loss = loss - p.log() / (6 * 64)
@@ -299,7 +300,7 @@ def test_the_validation_loss_is_the_mean_over_exactly_val_tokens_targets(tg, fil
 
 
 def test_more_context_before_a_row_helps_a_trained_model(tg, files):
-    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.1, table_rows=1, value_layers=())
+    run = small_run(files, random_weights=False, num_steps=100, lr_embed=0.05, table_rows=1, value_layers=())
     for step, batch in enumerate(small_batches(run)):       # without the tables that learn these few tokens by heart
         take_step(run, step, batch)
     losses = []
@@ -437,7 +438,7 @@ def test_the_second_process_reaches_every_bank_on_any_number_of_ranks(tg, files,
     monkeypatch.setattr(tg.Optimizer, "update", noting)
     monkeypatch.setattr(tg, "init_world", lambda *args: tg.World(0, size))
     tg.compile_beside(options)
-    assert updated[-1] == "ngrams" and len(updated) == 11
+    assert updated[-1] == "ngrams" and len(updated) == 10
 
 
 def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypatch):
@@ -501,8 +502,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(run_ranks, files, tmp_p
 
 def test_rates_that_blow_up_stop_at_the_first_number_that_is_not_finite(files, tmp_path):
     """FIELD-CASES 7. With 1e38 for every rate the options are refused; one for the scalars overflows (large rates for
-    head or matrices only silence the model: softcap and norms keep its loss finite)."""
-    rates = dict.fromkeys(("lr_matrix", "lr_embed", "lr_head", "lr_scalar"), 1e38)
+    embeddings or matrices only silence the model: softcap and norms keep its loss finite)."""
+    rates = dict.fromkeys(("lr_matrix", "lr_embed", "lr_value", "lr_scalar"), 1e38)
     answer = call_main(small_options(**files, **rates), tmp_path)
     assert answer.code == 2 and "--lr_matrix=1e+38" in answer.err and answer.logs == []
     answer = call_main(small_options(**files, num_steps=40, val_every_steps=5, lr_scalar=1e18), tmp_path)
@@ -609,8 +610,10 @@ def test_the_tiny_preset_trains_on_the_same_tokens_whatever_the_ranks(run_ranks,
     else:
         answer = Answer(*run_ranks(size, main_as_rank, options, str(tmp_path / "logs"))[0], tmp_path / "logs")
     assert answer.code == 0, answer.err
-    assert answer.result["val_tokens"] == 300 and answer.result["tokens_trained"] == 1280
-    assert re.findall(r" tokens:(\d+)", answer.events) == ["256", "768", "1280"]
+    config = load_train_gpt().parse_config(options)[0]
+    tokens = [tokens_of(config, steps) for steps in (1, 2, 3)]
+    assert answer.result["val_tokens"] == 300 and answer.result["tokens_trained"] == tokens[-1]
+    assert re.findall(r" tokens:(\d+)", answer.events) == [str(count) for count in tokens]
     assert json.loads(answer.logs[0].split("=" * 100 + "\n")[1].splitlines()[0])["world_size"] == size
 
 
@@ -636,9 +639,10 @@ def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, fil
     options = [*TINY, f"--train_files={tmp_path}/t_*.bin", f"--val_files={tmp_path}/v_*.bin", "--val_tokens=300"]
     answer = call_main([*options, "--num_steps=50"], tmp_path / "b")
     assert answer.code == 2 and answer.err.count("\n") == 1
-    config = tg.parse_config([*options, "--num_steps=50", "--max_epochs=7"])[0]
+    config = tg.parse_config([*options, "--num_steps=50", "--max_epochs=99"])[0]
     needed = tokens_of(config, 50)
-    for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py", "--max_epochs=7"):
+    for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py",
+                 f"--max_epochs={math.ceil(needed / 4999)}"):
         assert part in answer.err
     run = tg.build(config, tg.World(), {})
     assert f"wraps, {needed / 4999:.2f} epochs" in tg.budget(run.config, run.train_stream)
@@ -761,7 +765,7 @@ def test_the_dataset_card_sets_the_vocabulary_and_contradictions_are_refused(tg,
     config, overrides = tg.parse_config(["--preset=tiny", *(f"--{k}={v}" for k, v in files.items())])
     run = tg.build(replaced(config, val_tokens=0), tg.World(), overrides)
     assert (run.config.vocab_size, run.config.eod_id, run.config.padded_vocab) == (200, 60, 256)
-    assert run.model.head.shape[0] == 256 and run.config.val_tokens == 1000
+    assert run.model.embed.shape[0] == 256 and run.config.val_tokens == 1000
     with pytest.raises(tg.Refusal, match="--vocab_size=61: the dataset.json beside the shards says 200"):
         tg.build(config, tg.World(), dict(vocab_size=61))
     other = tmp_path / "other"
@@ -798,7 +802,7 @@ def test_the_demo_learns(builtin, tmp_path):
     frequency = (np.bincount(train, minlength=257) + 1) / (len(train) + 257)
     unigram = -np.log(frequency[val[1:5001]]).mean()
     losses = [float(x) for x in re.findall(r"val_loss:(\S+)", answer.events)]
-    assert losses[0] == pytest.approx(math.log(384), abs=1e-3)
+    assert losses[0] == pytest.approx(math.log(384), abs=0.1)      # logits begin about 0.06 large, letters are few
     assert answer.result["val_loss"] < unigram - 0.3 and 2.5 < unigram < 3.6
     [checkpoint] = tmp_path.glob("checkpoints/*/step_000030")
     assert f"python records/sample.py {checkpoint} " in answer.out
@@ -806,7 +810,7 @@ def test_the_demo_learns(builtin, tmp_path):
 
 def test_the_small_model_learns_its_walk_nearly_to_its_entropy(tg, files):
     """Three equally likely moves and a mark now and then: ln 3 plus a little. All techniques at work at once."""
-    run = small_run(files, random_weights=False, num_steps=100, lr_head=0.05)
+    run = small_run(files, random_weights=False, num_steps=100, lr_embed=0.05)
     first = last = None
     for step, batch in enumerate(small_batches(run)):
         last = float(take_step(run, step, batch)[0])

@@ -30,7 +30,7 @@ ITEMS = [   # our own: the right ending repeats the rhythm that the shards teach
 def trained(tmp_path_factory, request):
     """(checkpoint, result of its run) of a small byte model."""
     folder = tmp_path_factory.mktemp("trained")
-    argv = byte_run(folder, "--checkpoint_every_steps=100", "--lr_head=0.05", num_steps=100)
+    argv = byte_run(folder, "--checkpoint_every_steps=100", "--lr_embed=0.05", num_steps=100)
     (folder / "dataset.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=257, eod_id=256)))
     result = run_here(0, 1, argv)[0]
     return checkpoints_in(folder)[-1], result
@@ -88,13 +88,13 @@ def test_temperature_zero_takes_the_likeliest(loaded):
 def never_ends(loaded):
     """Make the end of a document impossible."""
     with torch.no_grad():
-        loaded.model.head[256] = -loaded.model.head[97] * 100
+        loaded.model.embed[256] = -loaded.model.embed[97] * 100
         loaded.model.pointer.copy_scales[1] = 1e4
 
 
 def test_a_text_ends_with_its_document(tg, loaded):
     with torch.no_grad():
-        loaded.model.head[256] = loaded.model.head[97] * 100          # where a letter is likely, the end is likelier
+        loaded.model.embed[256] = loaded.model.embed[97] * 100          # where a letter is likely, the end is likelier
     tokens = [*sample.generate(loaded, [256, 97], 50, temperature=0.0)]
     assert len(tokens) < 50 and 256 not in tokens
 
@@ -117,7 +117,7 @@ def test_characters_are_shown_whole(loaded, text, pieces):
 
 def test_padding_ids_are_never_drawn(tg, loaded):
     with torch.no_grad():
-        loaded.model.head[257:] = loaded.model.head[97] * 100        # the padding looks likely
+        loaded.model.embed[257:] = loaded.model.embed[97] * 100        # the padding looks likely
     never_ends(loaded)
     tokens = [*sample.generate(loaded, [256, 97], 200, seed=0, temperature=5.0, top_k=10 ** 6)]
     assert max(tokens) < 256 and len(tokens) == 200
@@ -598,8 +598,8 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tg, trained, monkeyp
     with pytest.raises(tg.Refusal, match="another version of the trainer .it differs in new_key"):
         checkpoints.load_model(trained[0])
     del facts["run"]["config"]["new_key"]
-    whole["head/weight"] = whole["head/weight"][:-1]
-    with pytest.raises(tg.Refusal, match=r"head/weight is \(383, 32\), this model wants \(384, 32\)"):
+    whole["embed/weight"] = whole["embed/weight"][:-1]
+    with pytest.raises(tg.Refusal, match=r"embed/weight is \(383, 32\), this model wants \(384, 32\)"):
         checkpoints.load_model(trained[0])
 
 
