@@ -9,9 +9,8 @@ January 2025 (records/).
     ./run.sh                                                   what this machine can do, from laptop to 8 GPUs
     python train_gpt.py --help                                 every key and its default
 
-The rooms, in the order in which names flow (a room uses only rooms above it): 0 Door, 1 Configuration,
-2 World, 3 Kernels, 4 Optimizer, 5 Model, 6 Data, 7 Schedules, 8 Log and checkpoint, 9 Training,
-10 Front door.
+A room uses only rooms above it: 0 Door, 1 Configuration, 2 World, 3 Kernels, 4 Optimizer, 5 Model, 6 Data,
+7 Schedules, 8 Log and checkpoint, 9 Training, 10 Front door.
 """
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
@@ -20,9 +19,8 @@ The rooms, in the order in which names flow (a room uses only rooms above it): 0
 
 from pathlib import Path
 
-SOURCE = Path(__file__).read_bytes().decode("utf-8")     # byte for byte: read_text would change \r\n to \n
-if not SOURCE.endswith("\n"):
-    SOURCE += "\n"                                       # the log's fence needs a line of its own
+# Byte for byte (read_text would change \r\n to \n), and with a last line end, which the log's fence needs
+SOURCE = Path(__file__).read_bytes().decode("utf-8").removesuffix("\n") + "\n"
 
 import bisect
 import contextlib
@@ -44,14 +42,13 @@ import subprocess
 import sys
 import threading
 import time
-import typing
 import uuid
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from subprocess import DEVNULL, PIPE
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -187,17 +184,16 @@ PRESETS: dict[str, dict] = {
         val_overlap=32, val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2,
         head_dim=32, qk_dim=32, copy_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(1,),
         value_layers=(0, 2), table_rows=1021, block_tokens=16,
-        lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85, lr_scalar=0.056, lr_table=1.2),
-}
+        lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85, lr_scalar=0.056, lr_table=1.2)}
 CHOICES: dict[str, tuple[str, ...]] = dict(
     preset=tuple(PRESETS), stages=("record", "sprint", "plain"),     # the names of STAGES, in room 7
     compile=("auto", "on", "off"), attention=("auto", "flex", "dense"), fp8=("auto", "on", "off"),
     graphs=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
 RESUME_MAY_CHANGE = {         # by a resumed run; the data itself is compared
     "preset", "train_files", "val_files", "max_epochs", "micro_rows", "val_tokens", "val_overlap",
-    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs",
-    "deterministic", "log_dir", "log_every_steps", "profile_steps", "checkpoint_every_steps",
-    "checkpoint_dir", "resume", "self_check"}
+    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs", "log_dir",
+    "deterministic", "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume",
+    "self_check"}
 MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
@@ -206,7 +202,7 @@ def parse_value(f: dataclasses.Field, text: str):
         if f.type in (int, float):
             return f.type(text)
         if f.type is not str:
-            [number_type, _] = typing.get_args(f.type)           # of tuple[int, ...]
+            [number_type, _] = get_args(f.type)           # of tuple[int, ...]
             return tuple(number_type(part) for part in text.split(",") if part)
     except ValueError:
         expected = {int: "a whole number", float: "a number"}.get(f.type, "numbers with commas, as 0,4,11")
@@ -246,8 +242,7 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
             raise Refusal(f"{ascii(arg)[1:-1]:.99}: expected --key=value, all printable (see --help)")
         if key not in fields:
             near = [name for name in fields if key and (key in name or name in key or name[:4] == key[:4])]
-            advice = f"did you mean {', '.join(near)}?" if near else "see --help"
-            raise Refusal(f"--{key:.99}: no such key; {advice}")
+            raise Refusal(f"--{key:.99}: no such key; near it: {', '.join(near) or 'none'} (see --help)")
         if key in overrides:
             raise Refusal(f"--{key}: given twice, expected once")
         overrides[key] = parse_value(fields[key], text if equals else "on")
@@ -259,13 +254,13 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
 
 def num_parameters(c: Config) -> int:
     """How many parameters the model has, but for the few of gates, scalars, copy pointer and padding."""
-    embedding = c.padded_vocab * c.model_dim              # the output head is the same matrix
-    value_embeddings = len(c.value_layers) * c.padded_vocab * c.num_heads * c.head_dim
+    # Token embeddings, which are the output head too, and value embeddings
+    embeddings = c.padded_vocab * (c.model_dim + len(c.value_layers) * c.num_heads * c.head_dim)
     ngram_table = len(c.table_orders) * c.table_rows * c.model_dim
     num_attentions = c.num_layers - len(set(c.no_attention_layers))
     attention = 2 * c.model_dim * c.num_heads * (c.qk_dim + c.head_dim)
     mlp = 2 * c.model_dim * c.mlp_dim
-    return embedding + value_embeddings + ngram_table + num_attentions * attention + c.num_layers * mlp
+    return embeddings + ngram_table + num_attentions * attention + c.num_layers * mlp
 
 
 def check_config(c: Config) -> None:
@@ -285,12 +280,11 @@ def check_config(c: Config) -> None:
     need(c.batch_tokens % c.row_tokens == 0, "batch_tokens", f"a multiple of row_tokens={c.row_tokens}")
     need(c.row_tokens % c.block_tokens == 0, "row_tokens", f"a multiple of block_tokens={c.block_tokens}")
     need(c.val_overlap % c.block_tokens == 0, "val_overlap", f"a multiple of block_tokens={c.block_tokens}")
-    need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4")          # rotary turns pairs in half of each head
-    need(c.model_dim % 16 == 0, "model_dim", "a multiple of 16")  # fp8's matrix units
-    need(c.row_tokens % 16 == 0, "row_tokens", "a multiple of 16")
-    without_attention = set(c.no_attention_layers)
-    need(not without_attention & set(c.long_layers), "long_layers", "none of no_attention_layers")
-    need(not without_attention & set(c.value_layers), "value_layers", "none of no_attention_layers")
+    # Rotary turns pairs in half of each head; fp8's matrix units take 16 numbers
+    for key, divisor in (("qk_dim", 4), ("model_dim", 16), ("row_tokens", 16)):
+        need(getattr(c, key) % divisor == 0, key, f"a multiple of {divisor}")
+    for key in ("long_layers", "value_layers"):
+        need(set(c.no_attention_layers).isdisjoint(getattr(c, key)), key, "none of no_attention_layers")
     need(len(c.table_orders) > 0, "table_orders", "at least one number")
     need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
     cap, _, width = c.softcap
@@ -304,7 +298,7 @@ def check_config(c: Config) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # 2. World
 # Finds out which process this is among how many and on which device, then lets the processes (ranks) meet.
-# This is the only room that reads or sets environment variables. An attempt changes nothing here.
+# This is the only room that reads or sets environment variables.
 
 WAIT_S = 10                                # after so long a rank says for whom it waits
 
@@ -349,7 +343,7 @@ def init_world(deterministic: bool = False) -> World:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank, size, local = read_launcher()
     if not torch.cuda.is_available():
-        return World(rank, size, torch.device("cpu"), local)
+        return World(rank, size, local=local)
     count = torch.cuda.device_count()
     if local >= count:
         raise Refusal(f"local rank {local} has no GPU: {count} found; use --nproc_per_node={count} or fewer")
@@ -1281,7 +1275,6 @@ class Optimizer:
 # A GPT: layers are a table (layer_table), and how parameters learn is another (param_groups). In order: the
 # layers, the input states, rotary, Attention, Block, the copy Pointer, GPT and its loss, param_groups.
 # Usually changed: Attention, Block, a column of Layer, a new parameter (it needs a pattern in param_groups).
-# There are no collectives, files, clocks or environment here.
 
 # Shapes: as in room 3, and J orders of n-grams.  x0: the input states, which every layer mixes in again.
 # View: what one forward pass is asked for besides its tokens.  candidates: the ids of a sampled softmax.
@@ -1303,8 +1296,7 @@ def layer_table(c: Config) -> list[Layer]:
 
 
 class View(NamedTuple):
-    """What one forward pass is asked for besides its tokens. A new window or row needs no new graph; a new
-    number of candidates does: the head has another shape then (see Kernels)."""
+    """What one forward pass is asked for besides its tokens. Only a new number of candidates recompiles."""
     window: int                  # long window, in blocks
     candidates: int = 0          # ids in the training softmax, 0 = all
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
@@ -1328,8 +1320,8 @@ def norm(x: Tensor) -> Tensor:
 
 
 def input_states(token_embeddings_BTE, rows_JBTE, signs_JBT, sign_pool, mix) -> Tensor:
-    """x0 [B, T, E]: normed token embeddings, plus the n-gram rows, each times a vector of signs out of a pool
-    (against accidents of the hash: two n-grams that share a row have different signs)."""
+    """x0 [B, T, E]: normed token embeddings, plus the n-gram rows, each times a vector of signs out of a pool:
+    two n-grams that share a row by accident of the hash have different signs."""
     return norm(token_embeddings_BTE) + mix * (rows_JBTE * sign_pool[signs_JBT]).sum(0)
 
 
@@ -1348,9 +1340,8 @@ def hash_ngrams(tokens_BT: Tensor, order: int, factors: tuple[int, ...]) -> Tens
 
 def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...],
               num_rows: int) -> tuple[Tensor, Tensor]:
-    """Ids of rows of the n-gram table [J num_rows + 1, E] and of signs in the pool, [J, B, T] each:
-    hashes of the last n tokens for each n in orders, which have num_rows rows each. A position whose
-    document has fewer than n tokens so far gets the table's last row, which is zero."""
+    """Ids [J, B, T] of rows of the n-gram table [J num_rows + 1, E] and of signs in the pool: hashes of the last
+    n tokens, n in orders. Where a document has fewer tokens so far, it is the table's last row, which is zero."""
     tokens, rows, signs = tokens_BT.long(), [], []
     zero_row = len(orders) * num_rows
     for j, order in enumerate(orders):
@@ -1444,9 +1435,9 @@ class Block(nn.Module):
 
 
 class Pointer(nn.Module):
-    """Copy pointer: a mixture of softmax and copies (pointer sentinel, Merity et al. 2016). Attention gives
-    earlier tokens a share of the next one's probability; a sentinel, one more key, gives the rest to the
-    softmax. A key is made of its own state and the state before it: of a token and of what it followed."""
+    """A mixture of softmax and copies (pointer sentinel, Merity et al. 2016): attention gives earlier tokens a
+    share of the next one's probability, and a sentinel, one more key, gives the rest to the softmax. A key is
+    made of its own state and of the one before: of a token and of what it followed."""
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.block = c.block_tokens
@@ -1463,8 +1454,7 @@ class Pointer(nn.Module):
         return norm(q) * self.copy_scales[0].to(q.dtype), norm(k), sentinel
 
     def forward(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """log_lm and log_copy of mixed_cross_entropy, [B, T] each: logs of the softmax's share of
-        probability, and of the probability that is copied from where the target stands."""
+        """log_lm and log_copy of mixed_cross_entropy, [B, T] each: the softmax's share, what is copied."""
         q, k, sentinel = self.project(x, mask)
         all_mass, target_mass = attention_mass(q, k, tokens, targets, mask, self.block)
         total = torch.logaddexp(all_mass, sentinel)
@@ -1512,18 +1502,16 @@ class GPT(nn.Module):
 
     def masks(self, segments: Tensor, window: int) -> dict[str, Mask]:
         """{Layer.attention: mask}. Long layers see window blocks and offset keys, short ones half as many."""
-        block = self.config.block_tokens
         long_window = torch.full_like(segments[0, 0], window)
-        short_window = (long_window // 2).clamp(min=1)
-        offset_keys, small_tiles = torch.ones_like(long_window, dtype=torch.bool), self.kernels.small_tiles
-        long = self.build_mask(segments, long_window, block)
-        short = self.build_mask(segments, short_window, block)
-        return {"long": long._replace(offset_keys=offset_keys, small_tiles=small_tiles),
-                "short": short._replace(offset_keys=~offset_keys, small_tiles=small_tiles)}
+        masks = {}
+        for layers, limit in (("long", long_window), ("short", (long_window // 2).clamp(min=1))):
+            mask = self.build_mask(segments, limit, self.config.block_tokens)
+            offset_keys = torch.full_like(limit, layers == "long", dtype=torch.bool)
+            masks[layers] = mask._replace(offset_keys=offset_keys, small_tiles=self.kernels.small_tiles)
+        return masks
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-        """Rows [J, B, T, E] of the n-gram table and ids of their signs [J, B, T]. The rows are leaves;
-        in training the table keeps them for the optimizer, which wants their gradients."""
+        """Rows [J, B, T, E] of the n-gram table, whose gradients the optimizer finds, and their signs' ids."""
         ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
         rows = F.embedding(ids, self.ngrams).requires_grad_()
         if training:
@@ -1911,9 +1899,8 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 7. Schedules
-# Says what changes from step to step. A stage is a part of the run with one batch size, document clip, window
-# and training softmax. First come the tables of stages, then pure functions of the step, without tensors. To
-# try one, change a row, add a table (and its name to CHOICES of room 1), or give cooldown_at a new shape.
+# Says what changes from step to step: first the table of stages, parts of the run, then pure functions of the
+# step, without tensors. Usually changed: a row, a new table (name it in CHOICES too), the shape of cooldown_at.
 
 class Stage(NamedTuple):
     """A part of the run, up to where the next one begins."""
@@ -1989,16 +1976,13 @@ def momentum_at(c: Config, step: int) -> float:
 
 
 def ema_rate_at(c: Config, step: int) -> float:
-    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before
-    the last ema_frac of the run, 1 (a copy) after its first step, then 3 / its length in steps: the average
-    forgets with a time constant of a third of it."""
+    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before the
+    last ema_frac of the run, then 1 (a copy), then 3 / its length in steps: the time constant is a third of it."""
     length = c.ema_frac * c.num_steps
     steps_inside = step - max(0.0, c.num_steps - 1 - length)
     if c.ema_blend == 0 or steps_inside < 0:
         return 0.0
-    if steps_inside < 1:
-        return 1.0
-    return min(1.0, 3 / length)
+    return 1.0 if steps_inside < 1 else min(1.0, 3 / length)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
