@@ -9,9 +9,8 @@ January 2025 (records/).
     ./run.sh                                                   what this machine can do, from laptop to 8 GPUs
     python train_gpt.py --help                                 every key and its default
 
-The rooms, in the order in which names flow (a room uses only rooms above it): 0 Door, 1 Configuration,
-2 World, 3 Kernels, 4 Optimizer, 5 Model, 6 Data, 7 Schedules, 8 Log and checkpoint, 9 Training,
-10 Front door.
+A room uses only rooms above it: 0 Door, 1 Configuration, 2 World, 3 Kernels, 4 Optimizer, 5 Model, 6 Data,
+7 Schedules, 8 Log and checkpoint, 9 Training, 10 Front door.
 """
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
@@ -20,9 +19,8 @@ The rooms, in the order in which names flow (a room uses only rooms above it): 0
 
 from pathlib import Path
 
-SOURCE = Path(__file__).read_bytes().decode("utf-8")     # byte for byte: read_text would change \r\n to \n
-if not SOURCE.endswith("\n"):
-    SOURCE += "\n"                                       # the log's fence needs a line of its own
+# Byte for byte (read_text would change \r\n to \n), and with a last line end, which the log's fence needs
+SOURCE = Path(__file__).read_bytes().decode("utf-8").removesuffix("\n") + "\n"
 
 import bisect
 import contextlib
@@ -44,14 +42,13 @@ import subprocess
 import sys
 import threading
 import time
-import typing
 import uuid
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from subprocess import DEVNULL, PIPE
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -87,10 +84,8 @@ class Failure(RunError):
 # then the presets, then how the command line is read and checked. The defaults are the record; presets change
 # some, --key=value changes one. A new setting is one line of Config, and an entry in presets that differ.
 
-LARGEST = 2 ** 63 - 1
-
-def setting(default, meaning: str, low=0, high=LARGEST):
-    """A field of Config. low and high: smallest and largest value, or of each number in a tuple."""
+def setting(default, meaning: str, low=0, high: int | str = 2 ** 63 - 1):
+    """A field of Config. low, high: limits of its number(s); high may name a key that must be larger."""
     return dataclasses.field(default=default, metadata=dict(meaning=meaning, low=low, high=high))
 
 
@@ -103,16 +98,16 @@ class Config:
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "the same for validation")
     max_epochs: int = setting(1, "passes over the training shards that the schedule may take", low=1)
     vocab_size: int = setting(50_257, "ids in use; dataset.json beside the shards overrides it", 1, 2 ** 16)
-    eod_id: int = setting(50_256, "the token that stands before every document")
+    eod_id: int = setting(50_256, "the token that stands before every document", high="vocab_size")
     # Length and batch
     num_steps: int = setting(1800, "updates of the weights", 1, 999_999)
     batch_tokens: int = setting(393_216, "tokens of the largest step over all ranks", 1, 2 ** 26)
     stages: str = setting("record", "table in room 7: batch, window and more over the run")
     row_tokens: int = setting(16_384, "documents are packed into rows of so many", 8, 2 ** 24)
-    micro_rows: int = setting(4, "rows in one forward pass at most; auto or 0 = what memory allows")
+    micro_rows: int = setting(4, "rows in one forward pass at most; 0 = what memory allows")
     # Validation
     val_tokens: int = setting(10_485_760, "targets scored, the files' first; 0 = all there are")
-    val_overlap: int = setting(2048, "tokens of context that a row of validation has before its first target")
+    val_overlap: int = setting(2048, "context of a validation row before its first target", high="row_tokens")
     val_window_blocks: int = setting(20, "long window, wider than any in training", 1, 2 ** 24)
     val_every_steps: int = setting(0, "steps between validations; 0 = only at the end")
     target_loss: float = setting(3.28, "stop and say so when validation reaches it; 0 = run to the end")
@@ -123,9 +118,9 @@ class Config:
     head_dim: int = setting(128, "of the values", 8, 2 ** 24)
     qk_dim: int = setting(128, "of queries and keys", 8, 2 ** 24)
     mlp_dim: int = setting(3072, "width of the hidden layer of an MLP", 1, 2 ** 24)
-    long_layers: tuple[int, ...] = setting((3, 10), "layers that see the whole window; others see half of it")
-    no_attention_layers: tuple[int, ...] = setting((4, 6, 8), "layers that are an MLP only")
-    value_layers: tuple[int, ...] = setting((1, 2, 9, 10), "layers with a value embedding of their own")
+    long_layers: tuple[int, ...] = setting((3, 10), "see the whole window, others half", high="num_layers")
+    no_attention_layers: tuple[int, ...] = setting((4, 6, 8), "are an MLP only", high="num_layers")
+    value_layers: tuple[int, ...] = setting((1, 2, 9, 10), "have a value embedding each", high="num_layers")
     copy_dim: int = setting(128, "of the copy pointer's queries and keys", 8, 2 ** 24)
     table_rows: int = setting(4_194_301, "hashed rows for each order, a prime; 1 is as good as none", low=1)
     table_orders: tuple[int, ...] = setting((2, 3), "n of the n-grams in the hashed table", 1, 4)
@@ -169,10 +164,9 @@ class Config:
 SECTIONS = dict(preset="Data", num_steps="Length and batch", val_tokens="Validation", model_dim="Model",
                 lr_matrix="Optimizer", seed="Machine", log_dir="Output", checkpoint_every_steps="Trust")
 SPRINT = dict(                 # small batches of one size, and rates to match
-    num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2,
-    val_tokens=2 ** 21, target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3),
-    no_attention_layers=(), value_layers=(3,), lr_matrix=0.0195, lr_embed=0.0057, lr_value=0.424,
-    lr_scalar=0.028, lr_table=0.6)
+    num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2, val_tokens=2 ** 21,
+    target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3), no_attention_layers=(),
+    value_layers=(3,), lr_matrix=0.0195, lr_embed=0.0057, lr_value=0.424, lr_scalar=0.028, lr_table=0.6)
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": SPRINT,
@@ -184,24 +178,22 @@ PRESETS: dict[str, dict] = {
         model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512,
         long_layers=(1, 3), no_attention_layers=(), value_layers=(0, 2, 3), table_rows=65_521,
         table_orders=(2, 3, 4), block_tokens=32, softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_embed=0.04,
-        lr_value=0.85, lr_scalar=0.056, lr_table=0.8,
-        checkpoint_every_steps=10 ** 6),
+        lr_value=0.85, lr_scalar=0.056, lr_table=0.8, checkpoint_every_steps=10 ** 6),
     "tiny": dict(              # three steps of a model for tests
         num_steps=3, batch_tokens=1024, stages="plain", row_tokens=128, micro_rows=8, val_tokens=10_000,
         val_overlap=32, val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2,
         head_dim=32, qk_dim=32, copy_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(1,),
-        value_layers=(0, 2), table_rows=1021, block_tokens=16, lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85,
-        lr_scalar=0.056, lr_table=1.2),
-}
+        value_layers=(0, 2), table_rows=1021, block_tokens=16,
+        lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85, lr_scalar=0.056, lr_table=1.2)}
 CHOICES: dict[str, tuple[str, ...]] = dict(
     preset=tuple(PRESETS), stages=("record", "sprint", "plain"),     # the names of STAGES, in room 7
     compile=("auto", "on", "off"), attention=("auto", "flex", "dense"), fp8=("auto", "on", "off"),
     graphs=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
 RESUME_MAY_CHANGE = {         # by a resumed run; the data itself is compared
     "preset", "train_files", "val_files", "max_epochs", "micro_rows", "val_tokens", "val_overlap",
-    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs",
-    "deterministic", "log_dir", "log_every_steps", "profile_steps", "checkpoint_every_steps",
-    "checkpoint_dir", "resume", "self_check"}
+    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs", "log_dir",
+    "deterministic", "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume",
+    "self_check"}
 MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
@@ -210,7 +202,7 @@ def parse_value(f: dataclasses.Field, text: str):
         if f.type in (int, float):
             return f.type(text)
         if f.type is not str:
-            [number_type, _] = typing.get_args(f.type)           # of tuple[int, ...]
+            [number_type, _] = get_args(f.type)           # of tuple[int, ...]
             return tuple(number_type(part) for part in text.split(",") if part)
     except ValueError:
         expected = {int: "a whole number", float: "a number"}.get(f.type, "numbers with commas, as 0,4,11")
@@ -220,14 +212,18 @@ def parse_value(f: dataclasses.Field, text: str):
     return text
 
 
+def parts_of(value) -> tuple:
+    """The value itself where it is a tuple, else a tuple that holds it."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 def help_text() -> str:
     """The file's docstring, then each key with the record's value, as one would type it, and its meaning."""
     lines = [__doc__, f"Presets: {', '.join(PRESETS)}. Keys with the record's values:"]
     for f in dataclasses.fields(Config):
         if f.name in SECTIONS:                 # the first key of a section
             lines.append(f"  {SECTIONS[f.name]}")
-        numbers = f.default if isinstance(f.default, tuple) else (f.default,)
-        option = f"--{f.name}={','.join(map(str, numbers))}"
+        option = f"--{f.name}={','.join(map(str, parts_of(f.default)))}"
         choices = f" ({' | '.join(CHOICES[f.name])})" if f.name in CHOICES else ""
         lines.append(f"    {option:<33} {f.metadata['meaning']}{choices}")
     return "\n".join(lines)
@@ -243,12 +239,10 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
         is_switch = "on" in CHOICES.get(key, ())                 # --deterministic means --deterministic=on
         is_complete = arg.startswith("--") and (equals or is_switch)
         if not is_complete or not arg.isprintable():
-            shown = ascii(arg)[1:-1]
-            raise Refusal(f"{shown:.99}: expected --key=value in printable characters (see --help)")
+            raise Refusal(f"{ascii(arg)[1:-1]:.99}: expected --key=value, all printable (see --help)")
         if key not in fields:
             near = [name for name in fields if key and (key in name or name in key or name[:4] == key[:4])]
-            advice = f"did you mean {', '.join(near)}?" if near else "see --help"
-            raise Refusal(f"--{key:.99}: no such key; {advice}")
+            raise Refusal(f"--{key:.99}: no such key; near it: {', '.join(near) or 'none'} (see --help)")
         if key in overrides:
             raise Refusal(f"--{key}: given twice, expected once")
         overrides[key] = parse_value(fields[key], text if equals else "on")
@@ -258,22 +252,15 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
     return config, overrides
 
 
-def numbers_of(value) -> tuple:
-    """The numbers in a setting's value: those of a tuple, none of a text, else the one that it is."""
-    if isinstance(value, tuple):
-        return value
-    return () if isinstance(value, str) else (value,)
-
-
 def num_parameters(c: Config) -> int:
     """How many parameters the model has, but for the few of gates, scalars, copy pointer and padding."""
-    embedding = c.padded_vocab * c.model_dim              # the output head is the same matrix
-    value_embeddings = len(c.value_layers) * c.padded_vocab * c.num_heads * c.head_dim
+    # Token embeddings, which are the output head too, and value embeddings
+    embeddings = c.padded_vocab * (c.model_dim + len(c.value_layers) * c.num_heads * c.head_dim)
     ngram_table = len(c.table_orders) * c.table_rows * c.model_dim
     num_attentions = c.num_layers - len(set(c.no_attention_layers))
     attention = 2 * c.model_dim * c.num_heads * (c.qk_dim + c.head_dim)
     mlp = 2 * c.model_dim * c.mlp_dim
-    return embedding + value_embeddings + ngram_table + num_attentions * attention + c.num_layers * mlp
+    return embeddings + ngram_table + num_attentions * attention + c.num_layers * mlp
 
 
 def check_config(c: Config) -> None:
@@ -283,29 +270,26 @@ def check_config(c: Config) -> None:
             raise Refusal(f"--{key}={getattr(c, key)!s:.99}: expected {expected}")
 
     for f in dataclasses.fields(c):
-        low, high = f.metadata["low"], f.metadata["high"]
-        for number in numbers_of(getattr(c, f.name)):
-            need(low <= number <= high, f.name, f"a finite number from {low} to {high}")
-    for key, other in (("eod_id", "vocab_size"), ("val_overlap", "row_tokens"), ("long_layers", "num_layers"),
-                       ("value_layers", "num_layers"), ("no_attention_layers", "num_layers")):
-        highest = getattr(c, other) - 1
-        for number in numbers_of(getattr(c, key)):
-            need(number <= highest, key, f"a finite number from 0 to {other} - 1 = {highest}")
+        low, high, shown = f.metadata["low"], f.metadata["high"], f.metadata["high"]
+        if isinstance(high, str):
+            high = getattr(c, high) - 1
+            shown += f" - 1 = {high}"
+        if f.type is not str:
+            for number in parts_of(getattr(c, f.name)):
+                need(low <= number <= high, f.name, f"a finite number from {low} to {shown}")
     need(c.batch_tokens % c.row_tokens == 0, "batch_tokens", f"a multiple of row_tokens={c.row_tokens}")
     need(c.row_tokens % c.block_tokens == 0, "row_tokens", f"a multiple of block_tokens={c.block_tokens}")
     need(c.val_overlap % c.block_tokens == 0, "val_overlap", f"a multiple of block_tokens={c.block_tokens}")
-    need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4")          # rotary turns pairs in half of each head
-    need(c.model_dim % 16 == 0, "model_dim", "a multiple of 16")  # fp8's matrix units
-    need(c.row_tokens % 16 == 0, "row_tokens", "a multiple of 16")
-    without_attention = set(c.no_attention_layers)
-    need(not without_attention & set(c.long_layers), "long_layers", "none of no_attention_layers")
-    need(not without_attention & set(c.value_layers), "value_layers", "none of no_attention_layers")
+    # Rotary turns pairs in half of each head; fp8's matrix units take 16 numbers
+    for key, divisor in (("qk_dim", 4), ("model_dim", 16), ("row_tokens", 16)):
+        need(getattr(c, key) % divisor == 0, key, f"a multiple of {divisor}")
+    for key in ("long_layers", "value_layers"):
+        need(set(c.no_attention_layers).isdisjoint(getattr(c, key)), key, "none of no_attention_layers")
     need(len(c.table_orders) > 0, "table_orders", "at least one number")
     need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
     cap, _, width = c.softcap
-    need(cap > 0 and width > 0, "softcap", "cap, shift, width; cap and width more than 0")
-    need(cap <= 80, "softcap", "a cap of at most 80, or exp would leave fp32")
-    need(cap <= 28 * width, "softcap", "a cap of at most 28 widths, or gradients would leave fp8")
+    fits = 0 < cap <= min(80, 28 * width)        # else exp would leave fp32, or gradients fp8
+    need(fits, "softcap", "cap, shift, width with a cap more than 0, at most 80 and at most 28 widths")
     count = num_parameters(c)
     need(count <= MAX_PARAMETERS, "model_dim", f"at most {MAX_PARAMETERS:,} parameters, found {count:,} with "
          "num_layers, num_heads, widths, vocab_size, value_layers, table_rows and table_orders")
@@ -314,7 +298,7 @@ def check_config(c: Config) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # 2. World
 # Finds out which process this is among how many and on which device, then lets the processes (ranks) meet.
-# This is the only room that reads or sets environment variables. An attempt changes nothing here.
+# This is the only room that reads or sets environment variables.
 
 WAIT_S = 10                                # after so long a rank says for whom it waits
 
@@ -341,30 +325,25 @@ def read_launcher() -> tuple[int, int, int]:
     if "SLURM_PROCID" in os.environ and tasks != "1" and "RANK" not in os.environ:
         raise Refusal(f"SLURM_NTASKS={tasks}, but no RANK: each task would be a run of its own; start one "
                       "torchrun a node (srun --ntasks-per-node=1 torchrun ..), or set RANK=0 for a lone run")
-    try:
-        rank = int(os.environ.get("RANK", 0))
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        if not 0 <= rank < size or local < 0:
-            raise ValueError(f"{rank} of {size}, {local} on its host")
-    except ValueError as error:
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    local = os.environ.get("LOCAL_RANK", "0")
+    if not (rank.isdecimal() and size.isdecimal() and local.isdecimal() and int(rank) < int(size)):
         raise Refusal("RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, rank < size, found "
-                      f"{error}; start with torchrun") from None
-    return rank, size, local
+                      f"{rank} of {size}, {local} on its host; start with torchrun")
+    return int(rank), int(size), int(local)
 
 
 def init_world(deterministic: bool = False) -> World:
     """Read the launcher's variables and take the device; join_group comes later. Raises Refusal."""
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < (2, 11):
-        raise Refusal(f"torch {torch.__version__} found, expected 2.11 or newer: "
-                      "pip install -r requirements.txt")
+        raise Refusal(f"torch {torch.__version__}: expected 2.11 or newer; pip install -r requirements.txt")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")   # varying shapes fragment memory
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank, size, local = read_launcher()
     if not torch.cuda.is_available():
-        return World(rank, size, torch.device("cpu"), local)
+        return World(rank, size, local=local)
     count = torch.cuda.device_count()
     if local >= count:
         raise Refusal(f"local rank {local} has no GPU: {count} found; use --nproc_per_node={count} or fewer")
@@ -394,8 +373,7 @@ def join_group(world: World) -> None:
         dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10), device_id=device)
         dist.barrier()         # a rank that refuses and leaves must not shut out one that is still connecting
     except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with "
-                      "torchrun") from None
+        raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); use torchrun") from None
     finally:
         waiting.cancel()
 
@@ -407,11 +385,8 @@ def close_world() -> None:
 
 def find_compiler() -> str | None:
     """Path of the C compiler that torch.compile would call on a CPU, if there is one."""
-    for name in (os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"):
-        path = shutil.which(name)
-        if path:
-            return path
-    return None
+    names = os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1232,7 +1207,6 @@ class Optimizer:
 # A GPT: layers are a table (layer_table), and how parameters learn is another (param_groups). In order: the
 # layers, the input states, rotary, Attention, Block, the copy Pointer, GPT and its loss, param_groups.
 # Usually changed: Attention, Block, a column of Layer, a new parameter (it needs a pattern in param_groups).
-# There are no collectives, files, clocks or environment here.
 
 # Shapes: as in room 3, and J orders of n-grams.  x0: the input states, which every layer mixes in again.
 # View: what one forward pass is asked for besides its tokens.  candidates: the ids of a sampled softmax.
@@ -1246,19 +1220,15 @@ class Layer(NamedTuple):
 
 def layer_table(c: Config) -> list[Layer]:
     """The layers, the first one first."""
-    layers = []
-    for i in range(c.num_layers):
-        attention = "long" if i in c.long_layers else "short"
-        if i in c.no_attention_layers:
-            attention = "none"
-        value_table = c.value_layers.index(i) if i in c.value_layers else None
-        layers.append(Layer(attention, value_table))
-    return layers
+    numbers = range(c.num_layers)
+    attention = dict.fromkeys(numbers, "short") | dict.fromkeys(c.long_layers, "long")
+    attention |= dict.fromkeys(c.no_attention_layers, "none")
+    value_tables = {layer: table for table, layer in enumerate(c.value_layers)}
+    return [Layer(attention[i], value_tables.get(i)) for i in numbers]
 
 
 class View(NamedTuple):
-    """What one forward pass is asked for besides its tokens. A new window or row needs no new graph; a new
-    number of candidates does: the head has another shape then (see Kernels)."""
+    """What one forward pass is asked for besides its tokens. Only a new number of candidates recompiles."""
     window: int                  # long window, in blocks
     candidates: int = 0          # ids in the training softmax, 0 = all
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
@@ -1282,8 +1252,8 @@ def norm(x: Tensor) -> Tensor:
 
 
 def input_states(token_embeddings_BTE, rows_JBTE, signs_JBT, sign_pool, mix) -> Tensor:
-    """x0 [B, T, E]: normed token embeddings, plus the n-gram rows, each times a vector of signs out of a pool
-    (against accidents of the hash: two n-grams that share a row have different signs)."""
+    """x0 [B, T, E]: normed token embeddings, plus the n-gram rows, each times a vector of signs out of a pool:
+    two n-grams that share a row by accident of the hash have different signs."""
     return norm(token_embeddings_BTE) + mix * (rows_JBTE * sign_pool[signs_JBT]).sum(0)
 
 
@@ -1302,9 +1272,8 @@ def hash_ngrams(tokens_BT: Tensor, order: int, factors: tuple[int, ...]) -> Tens
 
 def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...],
               num_rows: int) -> tuple[Tensor, Tensor]:
-    """Ids of rows of the n-gram table [J num_rows + 1, E] and of signs in the pool, [J, B, T] each:
-    hashes of the last n tokens for each n in orders, which have num_rows rows each. A position whose
-    document has fewer than n tokens so far gets the table's last row, which is zero."""
+    """Ids [J, B, T] of rows of the n-gram table [J num_rows + 1, E] and of signs in the pool: hashes of the last
+    n tokens, n in orders. Where a document has fewer tokens so far, it is the table's last row, which is zero."""
     tokens, rows, signs = tokens_BT.long(), [], []
     zero_row = len(orders) * num_rows
     for j, order in enumerate(orders):
@@ -1398,9 +1367,9 @@ class Block(nn.Module):
 
 
 class Pointer(nn.Module):
-    """Copy pointer: a mixture of softmax and copies (pointer sentinel, Merity et al. 2016). Attention gives
-    earlier tokens a share of the next one's probability; a sentinel, one more key, gives the rest to the
-    softmax. A key is made of its own state and the state before it: of a token and of what it followed."""
+    """A mixture of softmax and copies (pointer sentinel, Merity et al. 2016): attention gives earlier tokens a
+    share of the next one's probability, and a sentinel, one more key, gives the rest to the softmax. A key is
+    made of its own state and of the one before: of a token and of what it followed."""
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.block = c.block_tokens
@@ -1417,8 +1386,7 @@ class Pointer(nn.Module):
         return norm(q) * self.copy_scales[0].to(q.dtype), norm(k), sentinel
 
     def forward(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """log_lm and log_copy of mixed_cross_entropy, [B, T] each: logs of the softmax's share of
-        probability, and of the probability that is copied from where the target stands."""
+        """log_lm and log_copy of mixed_cross_entropy, [B, T] each: the softmax's share, what is copied."""
         q, k, sentinel = self.project(x, mask)
         all_mass, target_mass = attention_mass(q, k, tokens, targets, mask, self.block)
         total = torch.logaddexp(all_mass, sentinel)
@@ -1439,11 +1407,11 @@ class GPT(nn.Module):
     def __init__(self, c: Config, kernels: Kernels = Kernels()):
         super().__init__()
         self.config, self.kernels, self.layers = c, kernels, layer_table(c)
-        dtype, width = kernels.dtype, c.num_heads * c.head_dim
+        dtype, values_dim = kernels.dtype, len(c.value_layers) * c.num_heads * c.head_dim
         # One matrix embeds tokens and is the output head; it is read normed, so its size is the head's
         self.embed = nn.Parameter(0.005 * torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
-        value_embeds = torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype)
-        self.value_embeds = nn.Parameter(value_embeds.mul_(0.01))       # all layers' side by side: one gather
+        # Those of all layers stand side by side: one gather
+        self.value_embeds = nn.Parameter(0.01 * torch.randn(c.padded_vocab, values_dim, dtype=dtype))
         num_rows = len(c.table_orders) * c.table_rows + 1
         self.ngrams = nn.Parameter(torch.zeros(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
         self.ngrams.touched = []        # in place of .grad: see Group
@@ -1466,18 +1434,16 @@ class GPT(nn.Module):
 
     def masks(self, segments: Tensor, window: int) -> dict[str, Mask]:
         """{Layer.attention: mask}. Long layers see window blocks and offset keys, short ones half as many."""
-        block = self.config.block_tokens
         long_window = torch.full_like(segments[0, 0], window)
-        short_window = (long_window // 2).clamp(min=1)
-        offset_keys, small_tiles = torch.ones_like(long_window, dtype=torch.bool), self.kernels.small_tiles
-        long = self.build_mask(segments, long_window, block)
-        short = self.build_mask(segments, short_window, block)
-        return {"long": long._replace(offset_keys=offset_keys, small_tiles=small_tiles),
-                "short": short._replace(offset_keys=~offset_keys, small_tiles=small_tiles)}
+        masks = {}
+        for layers, limit in (("long", long_window), ("short", (long_window // 2).clamp(min=1))):
+            mask = self.build_mask(segments, limit, self.config.block_tokens)
+            offset_keys = torch.full_like(limit, layers == "long", dtype=torch.bool)
+            masks[layers] = mask._replace(offset_keys=offset_keys, small_tiles=self.kernels.small_tiles)
+        return masks
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-        """Rows [J, B, T, E] of the n-gram table and ids of their signs [J, B, T]. The rows are leaves;
-        in training the table keeps them for the optimizer, which wants their gradients."""
+        """Rows [J, B, T, E] of the n-gram table, whose gradients the optimizer finds, and their signs' ids."""
         ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
         rows = F.embedding(ids, self.ngrams).requires_grad_()
         if training:
@@ -1512,17 +1478,11 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask, view: View) -> Tensor:
         """Summed loss of final states [B, T, E], row by row."""
         log_lm, log_copy = self.pointer(x, tokens, targets, mask)
-        if not view.training:
-            # Validation runs training's graphs up to here, but its loss keeps no graph for a backward pass
-            x, log_lm, log_copy = x.detach(), log_lm.detach(), log_copy.detach()
-        # unbind: its backward pass stacks the rows' gradients once, where x[i] would add up B padded copies
         further = next_targets(targets, mask.segments_BT) if view.further_targets else [None] * len(x)
-        rows = zip(x.unbind(), targets.unbind(), log_lm.unbind(), log_copy.unbind(), further)
-        total = 0
-        with torch.set_grad_enabled(view.training):
-            for i, row in enumerate(rows):
-                total = total + self.row_loss(*row, view, view.row + i)
-        return total
+        with torch.set_grad_enabled(view.training):     # validation runs training's graphs up to here
+            # unbind: its backward pass stacks the rows' gradients once; x[i] would add up B padded copies
+            rows = zip(x.unbind(), targets.unbind(), log_lm.unbind(), log_copy.unbind(), further)
+            return sum(self.row_loss(*row, view, view.row + i) for i, row in enumerate(rows))
 
     def row_loss(self, x_TE: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
                  further: Tensor | None, view: View, row: int | Tensor) -> Tensor:
@@ -1570,19 +1530,18 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
         Family("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .95), None,  1.2,  True,  True),
         Family("ngrams",       "rows", r"ngrams",           c.lr_table,      (None, .95), 1e-15, .025, False, False))
     # end of table
-    params = {family.name: {} for family in families}
-    for name, p in model.named_parameters():
-        owners = [family.name for family in families if re.fullmatch(family.pattern, name)]
-        if len(owners) != 1:
-            remedy = f"let only one of {', '.join(owners)} match it" if owners else "add it to a pattern"
-            raise ValueError(f"parameter {name} belongs to {len(owners)} groups: {remedy} in param_groups")
-        params[owners[0]][name] = p
-    groups = []
+    groups, owners = [], Counter()
     for family in families:
-        if any(p.numel() for p in params[family.name].values()):
-            group = family._asdict() | {"params": params[family.name]}
-            del group["pattern"]
+        group = family._asdict()
+        pattern = group.pop("pattern")
+        group["params"] = {name: p for name, p in model.named_parameters() if re.fullmatch(pattern, name)}
+        owners.update(group["params"].keys())
+        if any(p.numel() for p in group["params"].values()):
             groups.append(group)
+    for name, _ in model.named_parameters():
+        if owners[name] != 1:
+            raise ValueError(f"parameter {name} belongs to {owners[name]} groups: add it to a pattern in "
+                             "param_groups, and to no more than one")
     return groups
 
 
@@ -1859,9 +1818,8 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 7. Schedules
-# Says what changes from step to step. A stage is a part of the run with one batch size, document clip, window
-# and training softmax. First come the tables of stages, then pure functions of the step, without tensors. To
-# try one, change a row, add a table (and its name to CHOICES of room 1), or give cooldown_at a new shape.
+# Says what changes from step to step: first the table of stages, parts of the run, then pure functions of the
+# step, without tensors. Usually changed: a row, a new table (name it in CHOICES too), the shape of cooldown_at.
 
 class Stage(NamedTuple):
     """A part of the run, up to where the next one begins."""
@@ -1870,30 +1828,22 @@ class Stage(NamedTuple):
     window: int                       # of long layers, in blocks
     candidates: float                 # share of the vocabulary in the training softmax; 0 = full softmax
     batch_share: float = 1.0          # share of batch_tokens in a step, at most 1
-    # multi-token prediction: weights of the second and third next token's losses, at begin and end
-    mtp: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
+    # Multi-token prediction: weights of the losses of the second and third next token as the stage begins;
+    # they move linearly to those of the next stage. 0, 0: this stage predicts the next token only
+    mtp: tuple[float, float] = (0.0, 0.0)
 
 
-# table
+RECORD = (
+    #     until  clip  window candidates share  mtp
+    Stage(0.200, 896,  3,     0.2,       1 / 3, (0.5, 0.25)),
+    Stage(0.667, 2048, 7,     0.2,       2 / 3, (0.5, 0.0)),
+    Stage(0.920, 2048, 11,    0.2,       1.0),
+    Stage(1.000, 2048, 13,    0.0,       1.0))
 STAGES: dict[str, tuple[Stage, ...]] = {
-    "record": (
-        #     until  clip  window candidates share  mtp
-        Stage(0.200, 896,  3,     0.2,       1 / 3, ((0.5, 0.25), (0.5, 0.0))),
-        Stage(0.667, 2048, 7,     0.2,       2 / 3, ((0.5, 0.0), (0.0, 0.0))),
-        Stage(0.920, 2048, 11,    0.2,       1.0),
-        Stage(1.000, 2048, 13,    0.0,       1.0)),
-    "sprint": (
-        Stage(0.200, 896,  3,     0.2,       1.0,  ((0.5, 0.25), (0.5, 0.0))),
-        Stage(0.667, 2048, 7,     0.2,       1.0,  ((0.5, 0.0), (0.0, 0.0))),
-        Stage(0.920, 2048, 11,    0.2,       1.0),
-        Stage(1.000, 2048, 13,    0.0,       1.0)),
-    "plain": (
-        Stage(0.200, 896,  3,     0.2,       0.25),
-        Stage(0.667, 2048, 7,     0.2,       0.5),
-        Stage(0.920, 2048, 11,    0.2,       1.0),
-        Stage(1.000, 2048, 13,    0.0,       1.0)),
-}
-# end of table
+    "record": RECORD,
+    "sprint": tuple(stage._replace(batch_share=1.0) for stage in RECORD),
+    "plain": tuple(stage._replace(batch_share=share, mtp=(0.0, 0.0))
+                   for stage, share in zip(RECORD, (0.25, 0.5, 1.0, 1.0)))}
 
 def stage_at(c: Config, step: int) -> Stage:
     """The stage of a step; past the end: the last one."""
@@ -1920,8 +1870,8 @@ def further_weights_at(c: Config, step: int) -> tuple[float, float]:
     i = stages.index(stage)
     begin = stages[i - 1].until if i > 0 else 0.0
     done = (step / c.num_steps - begin) / (stage.until - begin)
-    second, third = (first + (last - first) * done for first, last in zip(*stage.mtp))
-    return second, third
+    (second, third), (next_second, next_third) = stage.mtp, stages[min(i + 1, len(stages) - 1)].mtp
+    return second + (next_second - second) * done, third + (next_third - third) * done
 
 
 def cooldown_at(c: Config, step: int) -> float:
@@ -1945,16 +1895,13 @@ def momentum_at(c: Config, step: int) -> float:
 
 
 def ema_rate_at(c: Config, step: int) -> float:
-    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before
-    the last ema_frac of the run, 1 (a copy) after its first step, then 3 / its length in steps: the average
-    forgets with a time constant of a third of it."""
+    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before the
+    last ema_frac of the run, then 1 (a copy), then 3 / its length in steps: the time constant is a third of it."""
     length = c.ema_frac * c.num_steps
     steps_inside = step - max(0.0, c.num_steps - 1 - length)
     if c.ema_blend == 0 or steps_inside < 0:
         return 0.0
-    if steps_inside < 1:
-        return 1.0
-    return min(1.0, 3 / length)
+    return 1.0 if steps_inside < 1 else min(1.0, 3 / length)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2372,7 +2319,7 @@ def train_view(run: Run, step: int) -> View:
     row, *weights = (torch.full((), number, device=world.device)
                      for number in (first_row, *further_weights_at(c, step)))
     return View(stage_at(c, step).window, candidates_at(c, step), training=True,
-                further_targets=any(map(any, stage_at(c, step).mtp)), row=row,
+                further_targets=any(stage_at(c, step).mtp), row=row,
                 further_weights=torch.stack(weights))
 
 
@@ -2663,7 +2610,7 @@ def check_memory(c: Config, world: World, kernels: Kernels) -> None:
 
 def fit_memory(run: Run, log: RunLog) -> None:
     """Forward and backward of the largest micro-batch. Where memory does not suffice: fewer rows at once if
-    micro_rows is auto, else a Failure that names what would do."""
+    micro_rows is 0, else a Failure that names what would do."""
     c = run.config
     step = max(range(c.num_steps + 1), key=lambda step: rows_at_once(run, step))
     while not fits(run, step):
@@ -2674,7 +2621,7 @@ def fit_memory(run: Run, log: RunLog) -> None:
         run.micro_rows = rows - 1
         fewer = rows_at_once(run, step)
         if c.micro_rows:
-            raise Failure(f"{found}: use --micro_rows={fewer}, or auto")
+            raise Failure(f"{found}: use --micro_rows={fewer}, or 0")
         log.event(f"note: {found}: trying micro_rows={fewer}")
 
 
@@ -2969,7 +2916,7 @@ def main(argv: list[str]) -> int:
             return 128 + result["signal"]
         return 1 if result["checkpoint_failed"] else 0
     except torch.OutOfMemoryError as error:
-        text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})"
+        text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or 0 ({error})"
         return report(Failure(text, one_rank=True), world, log)
     except RunError as error:
         return report(error, world, log)
