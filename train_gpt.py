@@ -2020,8 +2020,7 @@ def process_age_s() -> float:
 
 
 class Clock:
-    """Honest time: starts and pauses with a device synchronisation; steps are timed by events, which are read
-    one step late."""
+    """Honest time: starts and pauses wait for the device; steps are timed by events, read one step late."""
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.total_ms, self.resumed_at = 0.0, None       # up to the last pause; seconds
@@ -2029,7 +2028,6 @@ class Clock:
         self.step_ms, self.unread = [], []               # finished steps; (stamp, stamp) of the others
 
     def synchronize(self) -> None:
-        """Wait for the device, which is this process's current one."""
         if self.cuda:
             torch.cuda.synchronize()
 
@@ -2065,9 +2063,8 @@ class Clock:
                 self.step_ms.append(1e3 * (end - begin))
 
     def elapsed_ms(self) -> float:
-        if self.resumed_at is None:
-            return self.total_ms
-        return self.total_ms + 1e3 * (time.perf_counter() - self.resumed_at)
+        now = time.perf_counter()
+        return self.total_ms + 1e3 * (now - (self.resumed_at or now))
 
 
 class Store:
@@ -2082,9 +2079,7 @@ class Store:
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
         """Write tensors (on the CPU, no one else's) while training goes on, once the last write has ended."""
         self.finish()
-        name = f"step_{step:06d}"
-        if self.last != self.folder / name:      # the target may be met right after a checkpoint
-            self.writing = self.pool.submit(self.write, name, tensors, facts)
+        self.writing = self.pool.submit(self.write, f"step_{step:06d}", tensors, facts)
 
     def finish(self) -> None:
         """Wait until what is being written is whole."""
@@ -2117,19 +2112,17 @@ def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
     it doesn't, or nothing. Raises Refusal that names what there is."""
     if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
         return Path(resume)
-    def reason_against(place: Path) -> str:
+    seen = []
+    for file in sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True):
         try:
-            return misfit(read_facts(place))
+            reason = misfit(read_facts(file.parent))
         except Refusal as error:
-            return str(error)
-    files = sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True)
-    if resume == "latest":
-        for file in files:
-            if not reason_against(file.parent):
-                return file.parent
-    there = [f"{file.parent} ({reason_against(file.parent) or 'fits'})" for file in files[:3]]
+            reason = str(error)
+        if resume == "latest" and not reason:
+            return file.parent
+        seen.append(f"{file.parent} ({reason or 'fits'})")
     raise Refusal(f"--resume={resume}: no checkpoint there that fits (a folder step_N with checkpoint.json); "
-                  f"in {folder}/*/: {', '.join(there) or 'none'}")
+                  f"in {folder}/*/: {', '.join(seen[:3]) or 'none'}")
 
 
 def read_facts(folder: str | Path) -> dict:
@@ -2140,35 +2133,26 @@ def read_facts(folder: str | Path) -> dict:
         if hashlib.sha256(body).hexdigest().encode() != digest:
             raise ValueError("damaged: its checksum differs")
         facts = json.loads(body)
-        missing = [key for key in CHECKPOINT_FACTS if key not in facts]
-        if missing:
+        if missing := [key for key in CHECKPOINT_FACTS if key not in facts]:
             raise ValueError(f"lacks {', '.join(missing)}")
+        return facts
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
-    return facts
-
-
-def need_bank_steps(folder: str | Path, facts: dict, banks: list[str]) -> None:
-    """Raises Refusal that names the banks whose number of steps the checkpoint does not say."""
-    missing = [bank for bank in banks if type(facts["bank_steps"].get(bank)) is not int]
-    if missing:
-        raise Refusal(f"{folder}: its bank_steps lack {', '.join(missing)}; take another checkpoint")
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """(facts, tensors by "PARAMETER/KIND", which are read from disk when used). Raises Refusal that names the
-    file when a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
+    """(facts, tensors by "PARAMETER/KIND", read from disk when used). Raises Refusal that names the file when
+    a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
     facts, place = read_facts(folder), Path(folder) / WEIGHTS
     try:
         if sha256_of(place) != facts["files"][WEIGHTS]:
             raise ValueError("damaged: its checksum differs")
         tensors = torch.load(place, map_location="cpu", weights_only=True, mmap=True)
         if not all(type(t) is Tensor for t in tensors.values()):
-            raise TypeError("holds more than tensors")
-    except pickle.UnpicklingError:               # whose text advises to read it without the guard
-        raise Refusal(f"{place}: refused: it holds more than tensors; take another checkpoint") from None
-    except Exception as error:
-        raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
+            raise TypeError("it holds more than tensors")
+    except Exception as error:                   # UnpicklingError's text advises to read it without the guard
+        reason = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else f"{error!r:.200}"
+        raise Refusal(f"{place}: can't be used ({reason}); take another checkpoint") from None
     return facts, tensors
 
 
@@ -2176,7 +2160,7 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 def stop_signals() -> Iterator[list[int]]:
     """The list that the signals enter which stop a run. After the first, SIGTERM and SIGINT act as before;
     SIGHUP and SIGUSR1 don't: one cause may send them twice (kernel and shell, SLURM and launcher)."""
-    received: list[int] = []
+    received = []
     handlers_before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     def on_signal(number: int, frame) -> None:
         received.append(number)
@@ -2196,44 +2180,41 @@ def stop_signals() -> Iterator[list[int]]:
 
 def need_finite(where: str, values: dict[str, float]) -> None:
     """Raises Failure that names the values which are no finite numbers."""
-    bad = [name for name, value in values.items() if not math.isfinite(value)]
-    if bad:
-        raise Failure(f"{where}: not a finite number: {', '.join(bad)}. "
-                      "Lower the learning rates, or look at the data")
+    if bad := ", ".join(name for name, value in values.items() if not math.isfinite(value)):
+        raise Failure(f"{where}: not a finite number: {bad}. Lower the learning rates, or look at the data")
 
 
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits.
-    A bank is a group of parameters that the optimizer updates as one; banks: their names."""
+    banks: names of the groups of parameters whose gradients are looked at; header: the log's."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
-        self.config, self.log, self.clock, self.banks = c, log, clock, banks
+        self.config, self.log, self.clock, self.banks, self.header = c, log, clock, banks, header
         self.waiting: tuple | None = None        # what push noted of the step whose numbers are not read yet
         self.tokens, self.stopping = 0, False
-        device = header["devices"][0]
-        peaks = [1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in device]      # of one device
-        flops_per_token = 6 * header["parameters"]["matmul"]
-        self.peak_seconds_per_token = flops_per_token / peaks[0] / header["world_size"] if peaks else None
 
     def mfu(self, tokens: float, ms: float) -> float | None:
-        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
-        if self.peak_seconds_per_token is None:
-            return None
-        return self.peak_seconds_per_token * tokens / ms * 1e3
+        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak; None: unknown."""
+        for name, tflops in PEAK_TFLOPS.items():
+            if name in self.header["devices"][0]:
+                flops = 6 * self.header["parameters"]["matmul"] * tokens
+                return flops / (ms / 1e3) / (tflops * 1e12 * self.header["world_size"])
+        return None
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
         """Note a step (counted from 0; tokens of all ranks; lr relative to the groups' rates) whose stats
         (loss, each bank's squared gradient norm, stop) reach the CPU before it is done; look at the last."""
+        self.look(keep=1)
+        self.waiting = step + 1, tokens, lr, stats
         self.tokens += tokens
-        self.look((step, tokens, self.tokens, lr, stats))
 
-    def look(self, following: tuple | None = None) -> None:
-        """Write the line of the step that waits, if due. Raises Failure for what is not finite in it."""
-        noted, self.waiting = self.waiting, following
-        if noted is None:
+    def look(self, keep: int = 0) -> None:
+        """Write the line of the step that waits, if due; keep: steps done since. Raises Failure for what is
+        not finite in it."""
+        if self.waiting is None:
             return
-        step, tokens, tokens_so_far, lr, stats = noted
-        self.clock.collect(keep=1 if following else 0)           # waits until the stats have arrived
-        c, done = self.config, step + 1
+        (done, tokens, lr, stats), self.waiting = self.waiting, None
+        self.clock.collect(keep)                 # waits until the stats have arrived
+        c = self.config
         loss, *squared_norms, stop = stats.tolist()
         gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
         need_finite(f"step {done}", {"loss": loss} | gradients)
@@ -2246,7 +2227,7 @@ class Progress:
             self.log.event(
                 f"step:{done}/{c.num_steps} train_loss:{loss:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
                 f"step_avg:{ms:.2f}ms tokens_per_s:{tokens / ms * 1e3:.0f} {mfu_text}lr:{lr:.4f} "
-                f"tokens:{tokens_so_far}")
+                f"tokens:{self.tokens}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2386,13 +2367,12 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     run = build(config, world, overrides)
     c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
     header = {"run_id": log.run_id, **facts(run, overrides, argv)}
-    saved = load_checkpoint(run, header) if c.resume else None
+    progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
+    saved = load_checkpoint(run, progress) if c.resume else None
     log.header(SOURCE, header)
     log.event("note: " + budget(c, run.train_stream))
     log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
-              f"{run.kernels}")
-    if padding := padding_in_words(c, world.size):
-        log.event("note: " + padding)
+              f"{padding(c, world.size):.1%} of the rows are padding, {run.kernels}")
     if saved:
         same_source = saved["run"]["source_sha256"] == header["source_sha256"]
         origin = "" if same_source else ", written by another source"
@@ -2402,16 +2382,13 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
             warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
-    progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
-    if saved:
-        clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
     with stop_signals() as signals, profiler_of(c, log) as profiler:
         try:
-            result = loop(run, progress, store, signals, profiler, header, saved["step"] if saved else 0)
+            result = loop(run, progress, store, signals, profiler, saved["step"] if saved else 0)
         finally:
             store.finish()               # whatever happened, the last good checkpoint is whole
     if result["status"] == "stopped":
@@ -2424,14 +2401,12 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
               "clipping")
     need_finite(f"step {result['step']}", {f"the weights of {bank.group.name}": finite_sum(bank.weight)
                                            for bank in banks})
-    faults = unequal_ranks(run) if c.self_check == "on" else []
-    if faults:
-        raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults), one_rank=True)
+    if c.self_check == "on":
+        need_no_faults(run, "after the last step", unequal_ranks(run))
     ms = clock.total_ms
     result |= dict(
         train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3),
-        tokens_trained=progress.tokens,
-        peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
+        tokens_trained=progress.tokens, peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
         time_to_first_step_s=time_to_first_step_s, mfu=progress.mfu(progress.tokens, ms),
         checkpoint_failed=store.failed)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
@@ -2443,35 +2418,39 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
 
 PACE_STEPS = 20                    # after so many steps the log predicts the time that the training takes
 
-def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiler, header: dict,
-         first: int) -> dict:
+def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiler, first: int) -> dict:
     """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last
     validation. profiler: of torch, or None."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
-    plan = plan_from(c, first)
     planner = Planner(run.train_stream, c.eod_id, run.position)
-    loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
-    result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
+    loader = batches(planner, plan_from(c, first), c.row_tokens, world.rank, world.size, world.is_cuda)
+    result = dict(status="", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
     clock.resume()                                        # the timed region begins
-    for step in range(first, c.num_steps + 1):
+    for step in range(first, c.num_steps + 1):            # step: how many have been done
         is_last = step == c.num_steps
-        if is_last or (c.val_every_steps and step % c.val_every_steps == 0):
+        if progress.stopping:            # known of the step before, so all ranks stop after the same step
+            clock.pause()
+            stopped_by = signals[0] if signals else signal.SIGTERM
+            result |= dict(status="stopped", step=step, val_loss=None, signal=stopped_by)
+        elif is_last or (c.val_every_steps and step % c.val_every_steps == 0):
             clock.pause()                                 # validation is not timed
             progress.look()
             loss = evaluate(run)
             log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
-            result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
             need_finite(f"step {step}", {"the validation loss": loss})
-            if c.target_loss and loss <= c.target_loss and not is_last:
-                reason = f"validation loss {loss:.4f} <= {c.target_loss}"
-                result |= dict(status="target_reached", reason=reason)
-                is_last = True
+            result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
             if is_last:
-                if c.checkpoint_every_steps:
-                    save_checkpoint(run, store, step, progress, header)
-                break
-            clock.resume()
+                result["status"] = "finished"
+            elif c.target_loss and loss <= c.target_loss:
+                result |= dict(status="target_reached", reason=f"validation loss {loss:.4f} <= {c.target_loss}")
+            else:
+                clock.resume()
+        ended, every = result["status"], c.checkpoint_every_steps
+        if ended == "stopped" or (every and (ended or (step > first and step % every == 0))):
+            save_checkpoint(run, store, step, progress)
+        if ended:
+            break
         try:
             batch = next(loader)
         except Refusal as error:
@@ -2480,20 +2459,12 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
         stats = train_step(run, step, batch, lr_scale, len(signals)).to("cpu", non_blocking=True)
         clock.step_done()                                 # its event also says that the copy has arrived
         progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
-        if step == first + PACE_STEPS < c.num_steps - PACE_STEPS:
-            tokens_to_go = sum(rows for rows, _ in plan[PACE_STEPS + 1:]) * c.row_tokens
-            seconds = clock.elapsed_ms() / 1e3 * (1 + tokens_to_go / progress.tokens)
+        if step == first + PACE_STEPS:
+            all_tokens = sum(rows_at(c, i) for i in range(c.num_steps)) * c.row_tokens
+            seconds = clock.elapsed_ms() / 1e3 * all_tokens / progress.tokens
             log.event(f"note: at this pace the training takes about {seconds:.0f} s")
         if profiler:
             profiler.step()
-        if progress.stopping:            # known of the step before, so all ranks stop after the same step
-            clock.pause()
-            save_checkpoint(run, store, step + 1, progress, header)
-            stopped_by = signals[0] if signals else signal.SIGTERM
-            result |= dict(status="stopped", step=step + 1, val_loss=None, signal=stopped_by)
-            break
-        if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
-            save_checkpoint(run, store, step + 1, progress, header)
     loader.close()
     return result
 
@@ -2561,17 +2532,10 @@ def budget(c: Config, stream: TokenStream) -> str:
     return f"{text}: " + ("enough" if epochs <= 1 else f"wraps, {epochs:.2f} epochs")
 
 
-def padding_in_words(c: Config, size: int) -> str:
-    """What empty rows cost where size ranks can't share each step's rows evenly; nothing where they can."""
-    steps_with = Counter(rows for rows, _ in plan_from(c, 0))
-    num_rows = sum(steps * rows for rows, steps in steps_with.items())
-    computed = sum(steps * size * rows_per_rank(rows, size) for rows, steps in steps_with.items())
-    text = f"{1 - num_rows / computed:.1%} of the rows that {size} ranks compute are padding"
-    for rows, steps in steps_with.items():
-        idle = size - math.ceil(rows / rows_per_rank(rows, size))
-        if idle:
-            text += f"; {size} ranks for {rows} rows: {idle} idle in {steps / c.num_steps:.0%} of the steps"
-    return text if computed > num_rows else ""
+def padding(c: Config, size: int) -> float:
+    """Share of empty rows in all that size ranks compute: 0 where they share each step's rows evenly."""
+    rows = [rows_at(c, step) for step in range(c.num_steps)]
+    return 1 - sum(rows) / sum(size * rows_per_rank(n, size) for n in rows)
 
 
 def check_memory(c: Config, world: World, kernels: Kernels) -> None:
@@ -2716,6 +2680,11 @@ def unequal_ranks(run: Run) -> list[str]:
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
 
+def need_no_faults(run: Run, when: str, faults: list[str]) -> None:
+    if faults:
+        raise Failure(f"rank {run.world.rank}: {when}: " + "; ".join(faults), one_rank=True)
+
+
 def self_check(run: Run, log: RunLog) -> None:
     """Would the numbers of this run mean anything? Raises Failure. Leaves all state as it was."""
     began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
@@ -2724,11 +2693,9 @@ def self_check(run: Run, log: RunLog) -> None:
     known = int(torch.isin(held_out, train.document_hashes(0, c.eod_id)).sum())
     if known > MAX_KNOWN_SHARE * len(held_out):
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
-    if faults:
-        raise Failure(f"rank {run.world.rank}: self-check: " + "; ".join(faults), one_rank=True)
-    log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, "
-              f"ranks equal, {known} of {len(held_out)} validation documents begin like one of the first "
-              "training shard")
+    need_no_faults(run, "self-check", faults)
+    log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, ranks "
+              f"equal, {known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
@@ -2763,7 +2730,7 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
         parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
-def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
+def identity(header: dict, tensors: Iterable[tuple[str, Tensor]], bank_steps: dict) -> dict:
     """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
     same = {f"setting {key}": value for key, value in header["config"].items()
             if key not in RESUME_MAY_CHANGE}
@@ -2772,6 +2739,7 @@ def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
                  for number, file in enumerate(header["data"][split]["files"], 1)}
     same |= {f"shape of {key}": list(t.shape) for key, t in tensors}
+    same |= {f"bank_steps of {name}": type(steps).__name__ for name, steps in bank_steps.items()}
     return json.loads(json.dumps(same))
 
 
@@ -2780,7 +2748,7 @@ def finite_sum(t: Tensor) -> float:
     return float(t.sum(dtype=torch.float32))
 
 
-def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
+def save_checkpoint(run: Run, store: Store, step: int, progress: Progress) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
     progress.clock.collect()
     progress.look()
@@ -2791,27 +2759,28 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, heade
             tensors[key] = t.to("cpu", copy=True)
     if run.world.rank == 0:
         store.save(step, tensors, dict(
-            format=1, step=step, tokens=progress.tokens, position=run.position, run=header,
+            format=1, step=step, tokens=progress.tokens, position=run.position, run=progress.header,
             total_ms=progress.clock.elapsed_ms(), step_ms=list(progress.clock.step_ms),
             bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
 
 
-def load_checkpoint(run: Run, header: dict) -> dict:
+def load_checkpoint(run: Run, progress: Progress) -> dict:
     """Take over the checkpoint that --resume names. -> its facts. Raises Refusal before anything changes."""
-    now = identity(header, run.optimizer.gathered())
+    header, clock = progress.header, progress.clock
+    now = identity(header, run.optimizer.gathered(), {bank.group.name: 0 for bank in run.optimizer.banks})
     def misfit(facts: dict) -> str:
-        differ = [key for key, value in identity(facts["run"], ()).items() if now.get(key) != value]
-        return f"{differ[0]} differs" if differ else ""
+        then = identity(facts["run"], (), facts["bank_steps"])
+        return next((f"{key} differs" for key in then if then[key] != now.get(key)), "")
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
     saved, tensors = read_checkpoint(path)
-    need_bank_steps(path, saved, [bank.group.name for bank in run.optimizer.banks])
-    then = identity(saved["run"], tensors.items())
+    then = identity(saved["run"], tensors.items(), saved["bank_steps"])
     for key in [*then, *now]:
         if then.get(key) != now.get(key):
             raise Refusal(f"--resume={path}: {key} differs: {then.get(key, 'nothing')} in the checkpoint, "
                           f"{now.get(key, 'nothing')} in this run")
     run.optimizer.load(tensors, saved["bank_steps"])
     run.position, header["resumed_from"] = Position(*saved["position"]), str(path)
+    clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     return saved
 
 

@@ -292,13 +292,13 @@ def test_facts_that_lack_something_are_refused_by_name(tg, straight, tmp_path, c
         tg.read_checkpoint(tmp_path / "step_1")
 
 
-def test_a_bank_without_its_steps_is_refused_by_name(tg, straight):
-    folder = checkpoints_in(straight[0])[0]
-    facts = tg.read_facts(folder)
-    tg.need_bank_steps(folder, facts, ["head", "embed"])
-    del facts["bank_steps"]["head"]
-    with pytest.raises(tg.Refusal, match="its bank_steps lack head"):
-        tg.need_bank_steps(folder, facts, ["head", "embed"])
+@pytest.mark.parametrize("steps, found", [(None, "nothing"), ("2", "str")])
+def test_a_bank_without_its_steps_is_refused_by_name(tg, straight, refused, tmp_path, steps, found):
+    def change(facts, whole):
+        del facts["bank_steps"]["head"]
+        facts["bank_steps"] |= {} if steps is None else dict(head=steps)
+    checkpoint = rewrite(tg, checkpoints_in(straight[0])[0], tmp_path / "run", change)
+    assert f"bank_steps of head differs: {found} in the checkpoint, int in this run" in refused(checkpoint)
 
 
 @pytest.mark.slow
