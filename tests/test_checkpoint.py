@@ -168,7 +168,7 @@ def rewrite(tg, checkpoint, target, change):
     log = tg.RunLog(str(target / "logs"), tg.World())
     store = tg.Store(target, log)
     store.save(facts["step"], whole, {key: value for key, value in facts.items() if key != "files"})
-    store.finish()
+    store.close()
     return store.last
 
 
@@ -342,7 +342,7 @@ def test_a_store_knows_whether_its_latest_attempt_failed(tg, tmp_path):
             (tmp_path / "run").mkdir(exist_ok=True)
             (tmp_path / "run" / f"writing_step_{step:06d}").write_text("in the way")
         store.save(step, {"a": torch.zeros(2)}, {})
-        store.finish()
+        store.close()
         assert store.failed is fails and (store.last is not None) == (step > 1)
     log.close()
 
