@@ -78,6 +78,11 @@ class Failure(RunError):
     """A run that can't go on: non-finite numbers, no memory. Exit code 1."""
 
 
+def refuse_if(is_wrong: bool, text: str) -> None:
+    if is_wrong:
+        raise Refusal(text)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
 # Every number of a run lives here once: first the settings with limits and meanings (which --help prints),
@@ -104,7 +109,7 @@ class Config:
     batch_tokens: int = setting(393_216, "tokens of the largest step over all ranks", 1, 2 ** 26)
     stages: str = setting("record", "table in room 7: batch, window and more over the run")
     row_tokens: int = setting(16_384, "documents are packed into rows of so many", 8, 2 ** 24)
-    micro_rows: int = setting(4, "rows in one forward pass at most; 0 = what memory allows")
+    micro_rows: int = setting(4, "rows in one forward pass at most; auto = what memory allows")
     # Validation
     val_tokens: int = setting(10_485_760, "targets scored, the files' first; 0 = all there are")
     val_overlap: int = setting(2048, "context of a validation row before its first target", high="row_tokens")
@@ -198,6 +203,8 @@ MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
     """Text of --key=text as a value of the field's type. Raises Refusal."""
+    if f.name == "micro_rows" and text == "auto":
+        return 0
     try:
         if f.type in (int, float):
             return f.type(text)
@@ -1961,10 +1968,9 @@ class RunLog:
 
     def header(self, source: str, facts: dict) -> None:
         """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence. Raises Refusal."""
-        lines = [line.rstrip("\r") for line in source.split("\n")]
-        if FENCE in lines:
-            raise Refusal(f"line {lines.index(FENCE) + 1} of this script is {len(FENCE)} times '=', which in "
-                          "a log ends the source; change that line")
+        for number, line in enumerate(source.split("\n"), 1):
+            refuse_if(line.rstrip("\r") == FENCE,
+                      f"line {number} of this script is 100 times '=', which in a log ends the source; change it")
         self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
         if smi := run_quietly("nvidia-smi"):
             self.write(smi)
@@ -2034,8 +2040,7 @@ def process_age_s() -> float:
 
 
 class Clock:
-    """Honest time: starts and pauses with a device synchronisation; steps are timed by events, which are read
-    one step late."""
+    """Honest time: starts and pauses wait for the device; steps are timed by events, read one step late."""
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.total_ms, self.resumed_at = 0.0, None       # up to the last pause; seconds
@@ -2043,7 +2048,6 @@ class Clock:
         self.step_ms, self.unread = [], []               # finished steps; (stamp, stamp) of the others
 
     def synchronize(self) -> None:
-        """Wait for the device, which is this process's current one."""
         if self.cuda:
             torch.cuda.synchronize()
 
@@ -2079,9 +2083,8 @@ class Clock:
                 self.step_ms.append(1e3 * (end - begin))
 
     def elapsed_ms(self) -> float:
-        if self.resumed_at is None:
-            return self.total_ms
-        return self.total_ms + 1e3 * (time.perf_counter() - self.resumed_at)
+        now = time.perf_counter()
+        return self.total_ms + 1e3 * (now - (self.resumed_at or now))
 
 
 class Store:
@@ -2095,12 +2098,10 @@ class Store:
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
         """Write tensors (on the CPU, no one else's) while training goes on, once the last write has ended."""
-        self.finish()
-        name = f"step_{step:06d}"
-        if self.last != self.folder / name:      # the target may be met right after a checkpoint
-            self.writing = self.pool.submit(self.write, name, tensors, facts)
+        self.close()
+        self.writing = self.pool.submit(self.write, f"step_{step:06d}", tensors, facts)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Wait until what is being written is whole."""
         if self.writing:
             self.writing.result()
@@ -2131,19 +2132,17 @@ def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
     it doesn't, or nothing. Raises Refusal that names what there is."""
     if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
         return Path(resume)
-    def reason_against(place: Path) -> str:
+    seen = []
+    for file in sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True):
         try:
-            return misfit(read_facts(place))
+            reason = misfit(read_facts(file.parent))
         except Refusal as error:
-            return str(error)
-    files = sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True)
-    if resume == "latest":
-        for file in files:
-            if not reason_against(file.parent):
-                return file.parent
-    there = [f"{file.parent} ({reason_against(file.parent) or 'fits'})" for file in files[:3]]
+            reason = str(error)
+        if resume == "latest" and not reason:
+            return file.parent
+        seen.append(f"{file.parent} ({reason or 'fits'})")
     raise Refusal(f"--resume={resume}: no checkpoint there that fits (a folder step_N with checkpoint.json); "
-                  f"in {folder}/*/: {', '.join(there) or 'none'}")
+                  f"in {folder}/*/: {', '.join(seen[:3]) or 'none'}")
 
 
 def read_facts(folder: str | Path) -> dict:
@@ -2154,24 +2153,16 @@ def read_facts(folder: str | Path) -> dict:
         if hashlib.sha256(body).hexdigest().encode() != digest:
             raise ValueError("damaged: its checksum differs")
         facts = json.loads(body)
-        missing = [key for key in CHECKPOINT_FACTS if key not in facts]
-        if missing:
+        if missing := [key for key in CHECKPOINT_FACTS if key not in facts]:
             raise ValueError(f"lacks {', '.join(missing)}")
+        return facts
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Refusal(f"{place}: can't be read ({error!s:.200}); take another checkpoint") from None
-    return facts
-
-
-def need_bank_steps(folder: str | Path, facts: dict, banks: list[str]) -> None:
-    """Raises Refusal that names the banks whose number of steps the checkpoint does not say."""
-    missing = [bank for bank in banks if type(facts["bank_steps"].get(bank)) is not int]
-    if missing:
-        raise Refusal(f"{folder}: its bank_steps lack {', '.join(missing)}; take another checkpoint")
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """(facts, tensors by "PARAMETER/KIND", which are read from disk when used). Raises Refusal that names the
-    file when a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
+    """(facts, tensors by "PARAMETER/KIND", read from disk when used). Raises Refusal that names the file when
+    a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
     facts, place = read_facts(folder), Path(folder) / WEIGHTS
     try:
         if sha256_of(place) != facts["files"][WEIGHTS]:
@@ -2191,7 +2182,7 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 def stop_signals() -> Iterator[list[int]]:
     """The list that the signals enter which stop a run. After the first, SIGTERM and SIGINT act as before;
     SIGHUP and SIGUSR1 don't: one cause may send them twice (kernel and shell, SLURM and launcher)."""
-    received: list[int] = []
+    received = []
     handlers_before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     def on_signal(number: int, frame) -> None:
         received.append(number)
@@ -2209,46 +2200,44 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def need_finite(where: str, values: dict[str, float]) -> None:
-    """Raises Failure that names the values which are no finite numbers."""
-    bad = [name for name, value in values.items() if not math.isfinite(value)]
-    if bad:
-        raise Failure(f"{where}: not a finite number: {', '.join(bad)}. "
-                      "Lower the learning rates, or look at the data")
+def need_finite(where: str, values: dict[str, float | Tensor]) -> None:
+    """Raises Failure that names the numbers or tensors that are not finite. Sums need no copy of a table."""
+    sums = {name: float(torch.as_tensor(value).sum(dtype=torch.float32)) for name, value in values.items()}
+    if bad := ", ".join(name for name, total in sums.items() if not math.isfinite(total)):
+        raise Failure(f"{where}: not a finite number: {bad}. Lower the learning rates, or look at the data")
 
 
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits.
-    A bank is a group of parameters that the optimizer updates as one; banks: their names."""
+    banks: names of the groups of parameters whose gradients are looked at; header: the log's."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
-        self.config, self.log, self.clock, self.banks = c, log, clock, banks
+        self.config, self.log, self.clock, self.banks, self.header = c, log, clock, banks, header
         self.waiting: tuple | None = None        # what push noted of the step whose numbers are not read yet
         self.tokens, self.stopping = 0, False
-        device = header["devices"][0]
-        peaks = [1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in device]      # of one device
-        flops_per_token = 6 * header["parameters"]["matmul"]
-        self.peak_seconds_per_token = flops_per_token / peaks[0] / header["world_size"] if peaks else None
 
     def mfu(self, tokens: float, ms: float) -> float | None:
-        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
-        if self.peak_seconds_per_token is None:
-            return None
-        return self.peak_seconds_per_token * tokens / ms * 1e3
+        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak, if known."""
+        for name, tflops in PEAK_TFLOPS.items():
+            if name in self.header["devices"][0]:
+                flops = 6 * self.header["parameters"]["matmul"] * tokens
+                return flops / (ms / 1e3) / (tflops * 1e12 * self.header["world_size"])
+        return None
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
         """Note a step (counted from 0; tokens of all ranks; lr relative to the groups' rates) whose stats
         (loss, each bank's squared gradient norm, stop) reach the CPU before it is done; look at the last."""
+        self.look(keep=1)
+        self.waiting = step + 1, tokens, lr, stats
         self.tokens += tokens
-        self.look((step, tokens, self.tokens, lr, stats))
 
-    def look(self, following: tuple | None = None) -> None:
-        """Write the line of the step that waits, if due. Raises Failure for what is not finite in it."""
-        noted, self.waiting = self.waiting, following
-        if noted is None:
+    def look(self, keep: int = 0) -> None:
+        """Write the line of the step that waits, if due; keep: steps done since. Raises Failure for what is
+        not finite in it."""
+        if self.waiting is None:
             return
-        step, tokens, tokens_so_far, lr, stats = noted
-        self.clock.collect(keep=1 if following else 0)           # waits until the stats have arrived
-        c, done = self.config, step + 1
+        (done, tokens, lr, stats), self.waiting = self.waiting, None
+        self.clock.collect(keep)                 # waits until the stats have arrived
+        c = self.config
         loss, *squared_norms, stop = stats.tolist()
         gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
         need_finite(f"step {done}", {"loss": loss} | gradients)
@@ -2261,7 +2250,7 @@ class Progress:
             self.log.event(
                 f"step:{done}/{c.num_steps} train_loss:{loss:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
                 f"step_avg:{ms:.2f}ms tokens_per_s:{tokens / ms * 1e3:.0f} {mfu_text}lr:{lr:.4f} "
-                f"tokens:{tokens_so_far}")
+                f"tokens:{self.tokens}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2289,9 +2278,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     c, train_stream, val_stream = open_data(c, overrides)
     budget(c, train_stream)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex, c.graphs)
-    if kernels.compile and not world.is_cuda and not find_compiler():
-        raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use "
-                      "--compile=off")
+    refuse_if(kernels.compile and not world.is_cuda and not find_compiler(),
+              "--compile=on: no C compiler was found, which it needs; install gcc or use --compile=off")
     check_memory(c, world, kernels)
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(c.seed)
@@ -2300,13 +2288,18 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
     recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
-    most_rows = max(rows_per_rank(rows_at(c, step), world.size) for step in range(c.num_steps + 1))
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or most_rows, recorder)
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or c.batch_tokens,
+               recorder)
 
 
 def plan_from(c: Config, first: int) -> list[tuple[int, int]]:
     """What the steps from first on consume: (rows over all ranks, max_doc_tokens) of each."""
     return [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
+
+
+def last_steps(c: Config) -> list[int]:
+    """The last step of each stage: together they have all shapes of the training."""
+    return list({stage_at(c, step): step for step in range(c.num_steps)}.values())
 
 
 def train_view(run: Run, step: int) -> View:
@@ -2379,8 +2372,7 @@ def warmup(run: Run, log: RunLog) -> None:
     saved = [(t, t.clone()) for bank in banks for t in bank.tensors()]
     saved_steps = [bank.steps for bank in banks]
     fit_memory(run, log)
-    last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
-    for step in last_step_of_stage.values():
+    for step in last_steps(c):
         num_rows = rows_at(c, step)
         tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
         for _ in range(2):               # the first step compiles, the second records
@@ -2399,14 +2391,15 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     run = build(config, world, overrides)
     c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
     header = {"run_id": log.run_id, **facts(run, overrides, argv)}
-    saved = load_checkpoint(run, header) if c.resume else dict(step=0, tokens=0, total_ms=0.0, step_ms=[])
+    progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
+    saved = load_checkpoint(run, progress) if c.resume else None
     log.header(SOURCE, header)
     log.event("note: " + budget(c, run.train_stream))
     log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
               f"{run.kernels}")
     if padding := padding_in_words(c, world.size):
         log.event("note: " + padding)
-    if c.resume:
+    if saved:
         same_source = saved["run"]["source_sha256"] == header["source_sha256"]
         origin = "" if same_source else ", written by another source"
         log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}{origin}")
@@ -2415,35 +2408,27 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
             warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
-    progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
-    clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
-    with stop_signals() as signals, profiler_of(c, log, saved["step"]) as profiler:
-        try:
-            result = loop(run, progress, store, signals, profiler, header, saved["step"])
-        finally:
-            store.finish()               # whatever happened, the last good checkpoint is whole
+    with stop_signals() as signals, profiler_of(c, log) as profiler, contextlib.closing(store):
+        result = loop(run, progress, store, signals, profiler, saved["step"] if saved else 0)
     if result["status"] == "stopped":
         if world.size > 1:
             dist.barrier()               # a launcher kills the others soon after the first has left
         advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
         result["reason"] = f"{signal.Signals(result['signal']).name}; {advice}"
         log.event("note: " + result["reason"])
-    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by "
-              "clipping")
-    need_finite(f"step {result['step']}", {f"the weights of {bank.group.name}": finite_sum(bank.weight)
-                                           for bank in banks})
-    faults = unequal_ranks(run) if c.self_check == "on" else []
-    if faults:
-        raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults), one_rank=True)
+    position, step = run.position, result["step"]
+    log.event(f"note: data at epoch {position.epoch}, {position.dropped_tokens:,} tokens dropped by clipping")
+    need_finite(f"step {step}", {f"the weights of {bank.group.name}": bank.weight for bank in banks})
+    if c.self_check == "on":
+        need_no_faults(run, "after the last step", unequal_ranks(run))
     ms = clock.total_ms
     result |= dict(
-        train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3),
-        tokens_trained=progress.tokens,
-        peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
+        train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, step), 3),
+        tokens_trained=progress.tokens, peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
         time_to_first_step_s=time_to_first_step_s, mfu=progress.mfu(progress.tokens, ms),
         checkpoint_failed=store.failed)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
@@ -2455,35 +2440,40 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
 
 PACE_STEPS = 20                    # after so many steps the log predicts the time that the training takes
 
-def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiler, header: dict,
-         first: int) -> dict:
+def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiler, first: int) -> dict:
     """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last
     validation. profiler: of torch, or None."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
-    plan = plan_from(c, first)
     planner = Planner(run.train_stream, c.eod_id, run.position)
-    loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
-    result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
+    loader = batches(planner, plan_from(c, first), c.row_tokens, world.rank, world.size, world.is_cuda)
+    result = dict(status="", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
     clock.resume()                                        # the timed region begins
-    for step in range(first, c.num_steps + 1):
+    for step in range(first, c.num_steps + 1):            # step: how many have been done
         is_last = step == c.num_steps
-        if is_last or (c.val_every_steps and step % c.val_every_steps == 0):
+        if progress.stopping:            # known of the step before, so all ranks stop after the same step
+            clock.pause()
+            stopped_by = signals[0] if signals else signal.SIGTERM
+            result |= dict(status="stopped", step=step, val_loss=None, signal=stopped_by)
+        elif is_last or (c.val_every_steps and step % c.val_every_steps == 0):
             clock.pause()                                 # validation is not timed
             progress.look()
             loss = evaluate(run)
             log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
-            result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
             need_finite(f"step {step}", {"the validation loss": loss})
-            if c.target_loss and loss <= c.target_loss and not is_last:
+            result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
+            if is_last:
+                result["status"] = "finished"
+            elif c.target_loss and loss <= c.target_loss:
                 reason = f"validation loss {loss:.4f} <= {c.target_loss}"
                 result |= dict(status="target_reached", reason=reason)
-                is_last = True
-            if is_last:
-                if c.checkpoint_every_steps:
-                    save_checkpoint(run, store, step, progress, header)
-                break
-            clock.resume()
+            else:
+                clock.resume()
+        ended, every = result["status"], c.checkpoint_every_steps
+        if ended == "stopped" or (every and (ended or (step > first and step % every == 0))):
+            save_checkpoint(run, store, step, progress)
+        if ended:
+            break
         try:
             batch = next(loader)
         except Refusal as error:
@@ -2492,20 +2482,12 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
         stats = train_step(run, step, batch, lr_scale, len(signals)).to("cpu", non_blocking=True)
         clock.step_done()                                 # its event also says that the copy has arrived
         progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
-        if step == first + PACE_STEPS < c.num_steps - PACE_STEPS:
-            tokens_to_go = sum(rows for rows, _ in plan[PACE_STEPS + 1:]) * c.row_tokens
-            seconds = clock.elapsed_ms() / 1e3 * (1 + tokens_to_go / progress.tokens)
+        if step == first + PACE_STEPS:
+            all_tokens = sum(rows_at(c, i) for i in range(c.num_steps)) * c.row_tokens
+            seconds = clock.elapsed_ms() / 1e3 * all_tokens / progress.tokens
             log.event(f"note: at this pace the training takes about {seconds:.0f} s")
         if profiler:
             profiler.step()
-        if progress.stopping:            # known of the step before, so all ranks stop after the same step
-            clock.pause()
-            save_checkpoint(run, store, step + 1, progress, header)
-            stopped_by = signals[0] if signals else signal.SIGTERM
-            result |= dict(status="stopped", step=step + 1, val_loss=None, signal=stopped_by)
-            break
-        if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
-            save_checkpoint(run, store, step + 1, progress, header)
     loader.close()
     return result
 
@@ -2529,23 +2511,21 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
     validation stream. Raises Refusal on any contradiction."""
     train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
     cards = [card for card in map(dataset_card, (train_paths, val_paths)) if card]
-    if cards and cards[0] != cards[-1]:
-        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
+    refuse_if(cards[:1] != cards[-1:], f"train and validation shards were made differently: {cards}")
     in_training = set(map(fingerprint, train_paths))
     overlap = [path for path in val_paths if fingerprint(path) in in_training]
-    if overlap:
-        raise Refusal(f"train_files and val_files overlap ({overlap[0]}): such a loss would mean nothing")
+    refuse_if(overlap != [], f"train_files and val_files overlap ({overlap}): such a loss would mean nothing")
     given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
     for key, value in given.items():
-        if overrides.get(key, value) != value:
-            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
+        asked = overrides.get(key, value)
+        refuse_if(asked != value, f"--{key}={asked}: the dataset.json beside the shards says {value}")
     c = dataclasses.replace(c, **given)
     check_config(c)
     train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
     available = val_stream.num_tokens - 1
-    if c.val_tokens > available:
-        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, "
-                      f"at most {available:,} targets; expected --val_tokens=0 (all) or fewer")
+    refuse_if(c.val_tokens > available,
+              f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, at most "
+              f"{available:,} targets; expected --val_tokens=0 (all) or fewer")
     for k in range(len(val_paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     for stream in (train_stream, val_stream):
@@ -2563,15 +2543,14 @@ def budget(c: Config, stream: TokenStream) -> str:
     for (rows, clip), steps in Counter(plan_from(c, 0)).items():
         kept_fraction = sum(min(length, clip or length) for length in lengths) / sum(lengths)
         needed += steps * rows * c.row_tokens / kept_fraction
-    text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), " \
-           f"{available:,} are there"
     epochs = needed / available
-    if epochs > c.max_epochs:
-        more = math.ceil((needed / c.max_epochs - available) / 100e6)
-        raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of "
-                      "100M tokens (python data/cached_fineweb10B.py) or allow repetition with "
-                      f"--max_epochs={math.ceil(epochs)}")
-    return f"{text}: " + ("enough" if epochs <= 1 else f"wraps, {epochs:.2f} epochs")
+    text = (f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {available:,} are "
+            f"there: {epochs:.2f} epochs")
+    more = math.ceil((needed / c.max_epochs - available) / 100e6)
+    refuse_if(epochs > c.max_epochs,
+              f"{text}, allowed {c.max_epochs}. Add about {more} shard(s) of 100M tokens (python "
+              f"data/cached_fineweb10B.py) or allow repetition with --max_epochs={math.ceil(epochs)}")
+    return text
 
 
 def padding_in_words(c: Config, size: int) -> str:
@@ -2598,45 +2577,36 @@ def check_memory(c: Config, world: World, kernels: Kernels) -> None:
         there = torch.cuda.mem_get_info()[0]
     else:
         import resource
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)                # ulimit -v
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if limit != resource.RLIM_INFINITY:
-            there = min(there, limit)
-    if needed > there:
-        raise Refusal(f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on "
-                      f"each rank, {there / 1e9:.1f} are there; use a smaller --table_rows, --model_dim or "
-                      "--num_layers")
+        of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        of_process, _ = resource.getrlimit(resource.RLIMIT_AS)           # ulimit -v
+        there = of_machine if of_process == resource.RLIM_INFINITY else min(of_machine, of_process)
+    refuse_if(needed > there,
+              f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on each rank, "
+              f"{there / 1e9:.1f} are there; use a smaller --table_rows, --model_dim or --num_layers")
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
-    """Forward and backward of the largest micro-batch. Where memory does not suffice: fewer rows at once if
-    micro_rows is 0, else a Failure that names what would do."""
-    c = run.config
+    """Forward and backward of the largest micro-batch. Where a rank has no memory for it: fewer rows at once
+    if micro_rows is auto, else a Failure that names what would do."""
+    c, world = run.config, run.world
     step = max(range(c.num_steps + 1), key=lambda step: rows_at_once(run, step))
-    while not fits(run, step):
-        rows = rows_at_once(run, step)
-        found = f"out of memory with {rows} rows of {c.row_tokens} tokens at once"
-        if rows == 1:
-            raise Failure(f"{found}: use a smaller --row_tokens")
+    while True:
+        rows, out_of_memory = rows_at_once(run, step), torch.zeros((), device=world.device)
+        tokens = torch.zeros(rows, c.row_tokens, dtype=torch.int32, device=world.device)
+        try:
+            run.model(tokens, tokens.clone(), train_view(run, step)).backward()      # a clone: see Kernels
+        except torch.OutOfMemoryError:
+            out_of_memory += 1
+        for bank in run.optimizer.banks:
+            bank.zero_grad()
+        if not world.reduced(out_of_memory):
+            return
+        advice = f"use --micro_rows={rows - 1} or auto" if rows > 1 else "use a smaller --row_tokens"
+        text = f"out of memory with {rows} rows of {c.row_tokens} tokens at once: {advice}"
+        if c.micro_rows or rows == 1:
+            raise Failure(text)
+        log.event("note: " + text)
         run.micro_rows = rows - 1
-        fewer = rows_at_once(run, step)
-        if c.micro_rows:
-            raise Failure(f"{found}: use --micro_rows={fewer}, or 0")
-        log.event(f"note: {found}: trying micro_rows={fewer}")
-
-
-def fits(run: Run, step: int) -> bool:
-    """Whether all ranks have memory for forward and backward of one micro-batch of the step."""
-    device = run.world.device
-    out_of_memory = torch.zeros((), device=device)
-    tokens = torch.zeros((rows_at_once(run, step), run.config.row_tokens), dtype=torch.int32, device=device)
-    try:
-        run.model(tokens, tokens.clone(), train_view(run, step)).backward()      # a clone: see Kernels
-    except torch.OutOfMemoryError:
-        out_of_memory += 1
-    for bank in run.optimizer.banks:
-        bank.zero_grad()
-    return not run.world.reduced(out_of_memory)
 
 
 # relative: what can't be seen takes no part in a sum, so numerics leave no trace
@@ -2660,60 +2630,57 @@ def probe_documents(num_tokens: int, block: int, device: torch.device) -> tuple[
 def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iterator[None]:
     """While it is open, all parameters are random and of order one; of the table, the rows that the model
     looks up for these tokens are."""
-    table, saved = run.model.ngrams, []
+    table = run.model.ngrams.data
     run.model.look_up(tokens, segment_ids(tokens, run.config.eod_id), True)
-    rows = torch.cat([ids.flatten() for ids, _ in table.touched]).unique()
+    rows = torch.cat([ids.flatten() for ids, _ in run.model.ngrams.touched]).unique()
     rows = rows[rows < len(table) - 1]                   # the last one is nobody's
-    table.touched.clear()
-    for bank in run.optimizer.banks:
-        place = rows if bank.group.kind == "rows" else slice(None)
-        before = bank.weight[place].clone()
-        saved.append((bank.weight, place, before))
-        bank.weight[place] = torch.empty_like(before).normal_(generator=generator)
-    for p in run.model.parameters():
-        if p is not table and p.ndim > 1:
-            p.data.mul_(p.size(-1) ** -0.5)
-        elif p is not table:
-            p.data.mul_(0.2).add_(0.5)
+    run.model.ngrams.touched.clear()
+    others = [p.data for p in run.model.parameters() if p is not run.model.ngrams]
+    saved = [p.clone() for p in others]
+    rows_before = table[rows]
+    table[rows] = torch.empty_like(rows_before).normal_(generator=generator)
+    for p in others:
+        p.normal_(generator=generator)
+        if p.ndim > 1:
+            p.mul_(p.size(-1) ** -0.5)
+        else:
+            p.mul_(0.2).add_(0.5)
     yield
-    for weight, place, before in saved:
-        weight[place] = before
+    table[rows] = rows_before
+    for p, before in zip(others, saved):
+        p.copy_(before)
 
 
 def probe(run: Run) -> list[str]:
     """What is wrong with the validation pass (compiled as it will be): predictions move that may not, or
-    none does. No path can be missed, because none is looked for: whatever way leads from a changed token to
-    a prediction, the prediction moves, unless something on that way is zero or saturated; so all parameters
-    are made random and of order one, whichever the model has. Targets are held fixed, so what the model does
-    with the targets that it is given is not tested. The last case shows that the eye is open.
-    Ids are drawn as text has them (Zipf's law), so that both copies and the softmax decide losses."""
+    none does. No path is looked for, so none can be missed: whatever way leads from a changed token to a
+    prediction moves it, unless something on the way is zero or saturated, hence the random weights. Targets
+    are held fixed. The last case shows that the eye is open. Ids are drawn as text has them (Zipf's law), so
+    that both copies and the softmax decide losses."""
     c, device = run.config, run.world.device
+    if c.vocab_size < 3:
+        return []                                        # no token can be changed into another
     num_rows = rows_at_once(run, c.num_steps)
     if not run.kernels.compile:                          # any shape will do: one that meets all alignments
         num_rows = math.ceil(2 * SHORT_DOCUMENT * c.block_tokens / c.row_tokens)
-    shape = num_rows, c.row_tokens
-    generator = torch.Generator(device).manual_seed(1)
+    shape, generator = (num_rows, c.row_tokens), torch.Generator(device).manual_seed(1)
     documents = probe_documents(num_rows * c.row_tokens, c.block_tokens, device)
     is_start, is_odd, is_later = (t.view(shape) for t in documents)
     ids = torch.randperm(c.vocab_size, generator=generator, device=device).int()
     ids = ids[ids != c.eod_id]
-    if len(ids) < 2:
-        return []                                        # no token can be changed into another
     index = (len(ids) ** torch.rand(shape, generator=generator, device=device)).long() - 1
     other_index = index + torch.randint(1, len(ids), shape, generator=generator, device=device)
-    base = ids[index].masked_fill(is_start, c.eod_id)
-    other = ids[other_index % len(ids)].masked_fill(is_start, c.eod_id)
-    true_next, view = base.flatten().roll(-1).view(shape), View(c.val_window_blocks)
-    faults = []
+    base, other = (ids[i % len(ids)].masked_fill(is_start, c.eod_id) for i in (index, other_index))
+    true_next, faults = base.flatten().roll(-1).view(shape), []
     with random_weights(run, base, generator):
         for what, is_changed, is_scored, must_move in (
                 ("another document", is_odd, ~is_odd, False), ("later tokens", is_later, ~is_later, False),
                 ("their own context", ~is_later, is_later, True)):
             targets, changed = torch.where(is_scored, true_next, -1), torch.where(is_changed, other, base)
-            before, after = (float(run.model(tokens, targets, view)) for tokens in (base, changed))
+            before, after = (float(run.model(tokens, targets, View(c.val_window_blocks)))
+                             for tokens in (base, changed))
             moved = abs(after / before - 1)
-            has_moved = not moved <= SELF_CHECK_TOLERANCE          # so that a NaN counts as moved
-            if has_moved != must_move:
+            if must_move != (not moved <= SELF_CHECK_TOLERANCE):       # so that a NaN counts as moved
                 faults.append(f"{what} changed, and the loss moved by {moved:.2g} of itself")
     return faults
 
@@ -2729,6 +2696,11 @@ def unequal_ranks(run: Run) -> list[str]:
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
 
+def need_no_faults(run: Run, when: str, faults: list[str]) -> None:
+    if faults:
+        raise Failure(f"rank {run.world.rank}: {when}: " + "; ".join(faults), one_rank=True)
+
+
 def self_check(run: Run, log: RunLog) -> None:
     """Would the numbers of this run mean anything? Raises Failure. Leaves all state as it was."""
     began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
@@ -2737,48 +2709,41 @@ def self_check(run: Run, log: RunLog) -> None:
     known = int(torch.isin(held_out, train.document_hashes(0, c.eod_id)).sum())
     if known > MAX_KNOWN_SHARE * len(held_out):
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
-    if faults:
-        raise Failure(f"rank {run.world.rank}: self-check: " + "; ".join(faults), one_rank=True)
+    need_no_faults(run, "self-check", faults)
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, "
-              f"ranks equal, {known} of {len(held_out)} validation documents begin like one of the first "
-              "training shard")
+              f"ranks equal, {known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     """The log's header: all that is needed to judge and repeat the run (what fits memory is found later)."""
     c, world, groups = run.config, run.world, [bank.group for bank in run.optimizer.banks]
     def files_of(stream: TokenStream) -> dict:
-        files = [dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=stop - start,
-                      fingerprint=fingerprint(path))
-                 for path, start, stop in zip(stream.paths, stream.starts, stream.starts[1:])]
-        return dict(tokens=stream.num_tokens, files=files)
-    card = dataset_card(run.train_stream.paths) or {}
-    processor = platform.processor() or platform.machine()
-    device = torch.cuda.get_device_name(world.device) if world.is_cuda else processor
+        return dict(tokens=stream.num_tokens, files=[
+            dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=len(shard),
+                 fingerprint=fingerprint(path)) for path, shard in zip(stream.paths, stream.shards)])
+    tokenizer = (dataset_card(run.train_stream.paths) or {}).get("tokenizer")
+    device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.machine()
     nccl = torch.cuda.nccl.version() if world.is_cuda and dist.is_nccl_available() else None
     sizes = {group.name: sum(p.numel() for p in group.params.values()) for group in groups}
     matmul = sum(sizes[group.name] for group in groups if group.matmul)
-    stages = dict.fromkeys(stage_at(c, step) for step in range(c.num_steps))
     triton = None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         triton = importlib.metadata.version("triton")
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        seed=c.seed, config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages],
-        overrides=overrides, argv=argv, devices=[device] * world.size, world_size=world.size,
-        resumed_from=None,
+        seed=c.seed, config=dataclasses.asdict(c), stages=[stage_at(c, step)._asdict() for step in last_steps(c)],
+        overrides=overrides, argv=argv, devices=[device] * world.size, world_size=world.size, resumed_from=None,
         source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
+        kernels={key: str(value) for key, value in run.kernels._asdict().items()},
         versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
                       hip=torch.version.hip, triton=triton, nccl=nccl,
                       os=platform.platform(), threads=torch.get_num_threads()),
-        kernels={key: str(value) for key, value in run.kernels._asdict().items()},
-        data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream),
-                  tokenizer=card.get("tokenizer")),
+        data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream), tokenizer=tokenizer),
         git=git_state(str(Path(__file__).parent)) if world.rank == 0 else {},
         parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
-def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
+def identity(header: dict, tensors: Iterable[tuple[str, Tensor]], bank_steps: dict) -> dict:
     """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
     same = {f"setting {key}": value for key, value in header["config"].items()
             if key not in RESUME_MAY_CHANGE}
@@ -2787,46 +2752,42 @@ def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
                  for number, file in enumerate(header["data"][split]["files"], 1)}
     same |= {f"shape of {key}": list(t.shape) for key, t in tensors}
+    same |= {f"bank_steps of {name}": type(steps).__name__ for name, steps in bank_steps.items()}
     return json.loads(json.dumps(same))
 
 
-def finite_sum(t: Tensor) -> float:
-    """The sum, which is finite where all of t is, without a copy of the table."""
-    return float(t.sum(dtype=torch.float32))
-
-
-def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
+def save_checkpoint(run: Run, store: Store, step: int, progress: Progress) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
-    progress.clock.collect()
     progress.look()
     tensors = {}
     for key, t in run.optimizer.gathered():
-        need_finite(f"step {step}", {key: finite_sum(t)})
+        need_finite(f"step {step}", {key: t})
         if run.world.rank == 0:
             tensors[key] = t.to("cpu", copy=True)
     if run.world.rank == 0:
         store.save(step, tensors, dict(
-            format=1, step=step, tokens=progress.tokens, position=run.position, run=header,
+            format=1, step=step, tokens=progress.tokens, position=run.position, run=progress.header,
             total_ms=progress.clock.elapsed_ms(), step_ms=list(progress.clock.step_ms),
             bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
 
 
-def load_checkpoint(run: Run, header: dict) -> dict:
+def load_checkpoint(run: Run, progress: Progress) -> dict:
     """Take over the checkpoint that --resume names. -> its facts. Raises Refusal before anything changes."""
-    now = identity(header, run.optimizer.gathered())
+    header = progress.header
+    now = identity(header, run.optimizer.gathered(), {bank.group.name: 0 for bank in run.optimizer.banks})
     def misfit(facts: dict) -> str:
-        differ = [key for key, value in identity(facts["run"], ()).items() if now.get(key) != value]
-        return f"{differ[0]} differs" if differ else ""
+        then = identity(facts["run"], (), facts["bank_steps"])
+        return next((f"{key} differs" for key in then if then[key] != now.get(key)), "")
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
     saved, tensors = read_checkpoint(path)
-    need_bank_steps(path, saved, [bank.group.name for bank in run.optimizer.banks])
-    then = identity(saved["run"], tensors.items())
+    then = identity(saved["run"], tensors.items(), saved["bank_steps"])
     for key in [*then, *now]:
-        if then.get(key) != now.get(key):
-            raise Refusal(f"--resume={path}: {key} differs: {then.get(key, 'nothing')} in the checkpoint, "
-                          f"{now.get(key, 'nothing')} in this run")
+        old, new = then.get(key, "nothing"), now.get(key, "nothing")
+        refuse_if(old != new, f"--resume={path}: {key} differs: {old} in the checkpoint, {new} in this run")
     run.optimizer.load(tensors, saved["bank_steps"])
     run.position, header["resumed_from"] = Position(*saved["position"]), str(path)
+    progress.clock.total_ms, progress.clock.step_ms = saved["total_ms"], saved["step_ms"]
+    progress.tokens = saved["tokens"]
     return saved
 
 
@@ -2835,10 +2796,9 @@ COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that 
 
 @contextlib.contextmanager
 def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
-    """While it is open, a second process (compile_beside, on one rank of each host, as they share a cache on
-    disk) compiles what follows the blocks, while this one compiles the blocks. It holds a model of its own on
-    the same GPU, so it is started where there is memory for both. Not in a deterministic run, whose graphs
-    are others."""
+    """While it is open, a second process on one rank of each host (they share a cache on disk) compiles what
+    follows the blocks, while this one compiles the blocks. It holds a model of its own on the same GPU, so it
+    is started where there is memory for both; not in a deterministic run, whose graphs are others."""
     is_wanted = run.kernels.compile and run.world.local == 0 and run.config.deterministic == "off"
     if not is_wanted or torch.cuda.mem_get_info()[0] < COMPILER_BYTES_PER_ROW * run.config.micro_rows:
         yield
@@ -2859,8 +2819,7 @@ def compile_beside(argv: list[str]) -> int:
     small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows
     run = build(dataclasses.replace(config, table_rows=small_table), init_world(), overrides)
     c, model, device = run.config, run.model, run.world.device
-    last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
-    for step in last_step_of_stage.values():
+    for step in last_steps(c):
         shape = rows_at_once(run, step), c.row_tokens
         tokens, targets = torch.zeros(2, *shape, dtype=torch.int32, device=device)
         x = torch.randn(*shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
@@ -2880,16 +2839,12 @@ def compile_beside(argv: list[str]) -> int:
 
 RECORD_GIB = 60                    # of GPU memory that the record needs on each rank: estimated, not measured
 
-def default_preset() -> tuple[str, str]:
-    """-> the preset of a run that names none; why it isn't the record's where a GPU is too small."""
+def default_preset() -> str:
+    """The preset of a run that names none."""
     if not torch.cuda.is_available():
-        return "demo", ""
+        return "demo"
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    gib = min(sizes) / 2 ** 30
-    if gib >= RECORD_GIB:
-        return "record", ""
-    return "small", (f"note: preset small, as a GPU here has {gib:.0f} GiB of memory and the record needs "
-                     f"about {RECORD_GIB} (--preset=record tries it)")
+    return "record" if min(sizes) >= RECORD_GIB * 2 ** 30 else "small"
 
 
 def main(argv: list[str]) -> int:
@@ -2900,25 +2855,22 @@ def main(argv: list[str]) -> int:
         return compile_beside(argv[1:])
     log = world = None
     try:
-        preset, reason = default_preset()
+        preset = default_preset()
         config, overrides = parse_config(argv, preset)
-        if config.deterministic == "on":
-            torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(config.deterministic == "on")
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all
         if config.checkpoint_every_steps and world.rank == 0:
             need_writable("checkpoint_dir", config.checkpoint_dir)
-        if reason and config.preset == preset and world.rank == 0:
-            say(reason)
+        if preset == config.preset == "small" and world.rank == 0:
+            say(f"note: preset small, as a GPU here has less memory than the {RECORD_GIB} GiB that the record "
+                "needs (--preset=record tries it)")
         join_group(world)
         result = train(config, world, log, overrides, argv)
         if result["status"] == "stopped":
             return 128 + result["signal"]
         return 1 if result["checkpoint_failed"] else 0
-    except torch.OutOfMemoryError as error:
-        text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or 0 ({error})"
-        return report(Failure(text, one_rank=True), world, log)
-    except RunError as error:
+    except (RunError, torch.OutOfMemoryError) as error:
         return report(error, world, log)
     finally:
         if log is not None:
@@ -2926,8 +2878,11 @@ def main(argv: list[str]) -> int:
         close_world()
 
 
-def report(error: RunError, world: World | None, log: RunLog | None) -> int:
+def report(error: Exception, world: World | None, log: RunLog | None) -> int:
     """Say on console and in the log why a run ended. -> exit code. What all ranks say, one a host prints."""
+    if isinstance(error, torch.OutOfMemoryError):
+        text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})"
+        error = Failure(text, one_rank=True)
     if world is None or world.local == 0 or error.one_rank:
         say(f"train_gpt: {error}", sys.stderr)
     status, exit_code = ("refused", 2) if isinstance(error, Refusal) else ("failed", 1)
