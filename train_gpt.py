@@ -2412,8 +2412,9 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
-    with stop_signals() as signals, profiler_of(c, log) as profiler, contextlib.closing(store):
-        result = loop(run, progress, store, signals, profiler, saved["step"] if saved else 0)
+    first = saved["step"] if saved else 0
+    with stop_signals() as signals, profiler_of(c, log, first) as profiler, contextlib.closing(store):
+        result = loop(run, progress, store, signals, profiler, first)
     if result["status"] == "stopped":
         if world.size > 1:
             dist.barrier()               # a launcher kills the others soon after the first has left
