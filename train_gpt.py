@@ -391,8 +391,9 @@ def find_compiler() -> str | None:
 # ----------------------------------------------------------------------------------------------------------------------
 # 3. Kernels
 # The mathematics that hardware cares about: each piece has a plain reference, at most one fast path, and one
-# switch (Kernels). In order: the switch, orthogonalisation (for Muon), the output head's loss, the sample
-# of ids for that loss, masks, attention. Usually changed: orthogonalisation, softcap, what a query may see.
+# switch (Kernels). In order: the switch, CUDA graphs, orthogonalisation (for Muon), the output head's loss,
+# the sample of ids for that loss, sums of gradients by id, masks, attention. Usually changed:
+# orthogonalisation, softcap, what a query may see.
 
 # Shapes: B rows, T positions, H heads, D head width, E model width, V padded vocabulary,
 #         N matrices with sides R x C, n blocks in a row.
@@ -413,7 +414,6 @@ class Kernels(NamedTuple):
     compile: bool = False
     flex: bool = False                       # FlexAttention over lists of blocks instead of a dense mask
     fp8: bool = False                        # the output head's matrix products in training
-    triton: bool = False                     # this room's own kernels in Triton
     graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
     small_tiles: bool = False                # FlexAttention in SMALL_TILES
@@ -443,8 +443,8 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     if graphs == "on" and not can_record:
         raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
     return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   triton=on_gpu and compiled, graphs=can_record and graphs != "off",
-                   dtype=torch.bfloat16 if on_gpu else torch.float32, small_tiles=small_tiles)
+                   graphs=can_record and graphs != "off", small_tiles=small_tiles,
+                   dtype=torch.bfloat16 if on_gpu else torch.float32)
 
 
 class Recorder:
@@ -581,47 +581,6 @@ def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, shares: 
     return grad * z * (1 - z / cap) / width
 
 
-TILE = 32, 128          # of logits; their numbers of rows and columns are multiples of it
-
-if triton is not None:
-    @triton.jit
-    def hardware_tanh(x):
-        """By one instruction, with 11 bits: e5m2 has 3."""
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32,
-                                         is_pure=True, pack=1)
-
-    @triton.jit
-    def logits_gradient_kernel(logits, logsumexp, targets, shares, grad, grad_t, T, V, K: tl.constexpr,
-                               CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-                               SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-        """A program makes one tile, and its transpose. With t = tanh((logit + shift) / (2 width)):
-        z = cap (1 + t) / 2, dz/dlogit = cap (1 - t^2) / (4 width)."""
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        place = row.to(tl.int64)[:, None] * V + column[None, :]
-        t = hardware_tanh((tl.load(logits + place).to(tl.float32) + SHIFT) * (0.5 / WIDTH))
-        p = tl.exp((0.5 * CAP) * (1 + t) - tl.load(logsumexp + row)[:, None])
-        total, of_targets = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-        for k in tl.static_range(K):
-            target, share = tl.load(targets + k * T + row), tl.load(shares + k * T + row)
-            total += share
-            of_targets += tl.where(target[:, None] == column[None, :], share[:, None], 0.0)
-        tile = (total[:, None] * p - of_targets) * (1 - t * t) * (SCALE * CAP / (4 * WIDTH))
-        tile = tile.to(grad.dtype.element_ty)
-        tl.store(grad + place, tile)
-        tl.store(grad_t + column.to(tl.int64)[:, None] * T + row[None, :], tl.trans(tile))
-
-
-def fast_logits_gradient(logits, logsumexp, targets, shares, cap_shift_width, scale: float, dtype):
-    """scale times logits_gradient in dtype, and its transpose, on an NVIDIA GPU."""
-    (T, V), (cap, offset, width), (rows, columns) = logits.shape, cap_shift_width, TILE
-    grad, grad_t = (torch.empty(shape, dtype=dtype, device=logits.device) for shape in ((T, V), (V, T)))
-    logits_gradient_kernel[T // rows, V // columns](
-        logits, logsumexp, targets, shares, grad, grad_t, T, V, K=len(targets), CAP=cap, SHIFT=offset,
-        WIDTH=width, SCALE=scale, ROWS=rows, COLUMNS=columns, num_warps=8)
-    return grad, grad_t
-
-
 def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
                    cap_shift_width: tuple[float, float, float], fp8: bool, further: Tensor | None = None,
                    further_weights: Tensor | None = None):
@@ -636,18 +595,14 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
     weights = None if further is None else further_weights
     losses, logsumexp, shares = softmax_losses(logits, all_targets, log_lm, log_copy, cap_shift_width,
                                                weights)
-    softmax = logits, logsumexp, all_targets, shares, cap_shift_width
-    if fp8 and logits.is_cuda and len(x) % TILE[0] == len(w) % TILE[1] == 0:
-        grad, grad_t = fast_logits_gradient(*softmax, G_SCALE, torch.float8_e5m2)
-    else:
-        grad = logits_gradient(*softmax)
-        grad = (grad * G_SCALE).to(torch.float8_e5m2) if fp8 else grad.to(x.dtype)
-        grad_t = grad.t()
+    grad = logits_gradient(logits, logsumexp, all_targets, shares, cap_shift_width)
     if fp8:
-        dx = fp8_matmul(grad, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
-        dw = fp8_matmul(grad_t.contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+        g8 = (grad * G_SCALE).to(torch.float8_e5m2)
+        dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
+        dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
     else:
-        dx, dw = grad @ w, grad_t @ x
+        grad = grad.to(x.dtype)
+        dx, dw = grad @ w, grad.t() @ x
     return losses.sum(), dx, dw, -shares[0], shares[0] - (targets >= 0).float()
 
 
@@ -699,10 +654,10 @@ def run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
 
 if triton is not None:
     @triton.jit
-    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, out_stride,
-                        ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, ROWS: tl.constexpr,
+                        COLUMNS: tl.constexpr):
         """A program looks at one place in ordered, and if an id begins there, sums COLUMNS columns of its
-        gradients, ROWS at a time. With ADD it adds the sum to the id's row of out and writes nothing else."""
+        gradients, ROWS at a time."""
         position = tl.program_id(0)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         in_row = column < C
@@ -718,40 +673,18 @@ if triton is not None:
             total += tl.load(grads + row[:, None] * grads_stride + column[None, :], mask, 0.0).to(tl.float32)
             here += ROWS
             count = tl.sum(belongs.to(tl.int32), 0)
-        total_row = tl.sum(total, 0)
-        if ADD:
-            if is_first:
-                target = out + this_id.to(tl.int64) * out_stride + column
-                total_row += tl.load(target, in_row, 0.0).to(tl.float32)
-                tl.store(target, total_row.to(out.dtype.element_ty), in_row)
-        else:
-            target = out + position.to(tl.int64) * out_stride + column
-            tl.store(target, total_row.to(out.dtype.element_ty), in_row)
+        target = out + position.to(tl.int64) * C + column
+        tl.store(target, tl.sum(total, 0).to(out.dtype.element_ty), in_row)
 
 
-def fast_run_sums(ordered: Tensor, place: Tensor, grads: Tensor, add_to: Tensor | None = None) -> Tensor:
-    """run_sums on a GPU. With add_to [V, C], which may be columns of a wider tensor, the sum of each id's
-    gradients is added to its row there instead: a token has many gradients, an n-gram mostly one."""
-    (M, C), out = grads.shape, torch.empty_like(grads) if add_to is None else add_to
-    rows, columns = (8, 1024) if add_to is None else (32, 256)
-    columns = min(columns, triton.next_power_of_2(C))
+def fast_run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
+    """run_sums on a GPU, for short runs: most n-grams of a step come once. (A token that comes a thousand
+    times would keep one program busy while the others are done: records/LOG.md.)"""
+    (M, C), out = grads.shape, torch.empty_like(grads)
+    columns = min(1024, triton.next_power_of_2(C))
     run_sums_kernel[M, triton.cdiv(C, columns)](ordered, place, grads, out, M, C, grads.stride(0),
-                                                out.stride(0), ADD=add_to is not None, ROWS=rows, COLUMNS=columns)
+                                                ROWS=4, COLUMNS=columns)
     return out
-
-
-class FastEmbedding(torch.autograd.Function):
-    """Some columns of weight's rows for tokens [..], as F.embedding gives them. Its backward pass adds the
-    gradient to these columns of weight.grad, which must be there. order: tokens sorted, and their places."""
-    @staticmethod
-    def forward(ctx, weight, tokens, columns, order):
-        ctx.weight, ctx.columns, ctx.order = weight, columns, order
-        return F.embedding(tokens, weight[:, columns])
-
-    @staticmethod
-    def backward(ctx, grad):
-        fast_run_sums(*ctx.order, grad.flatten(0, -2), ctx.weight.grad[:, ctx.columns])
-        return None, None, None, None
 
 
 def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
@@ -1134,7 +1067,7 @@ class RowBank(Bank):
         (self.name, self.table), = group.params.items()
         self.group, self.world, self.steps = group, world, 0
         self.weight = self.master = self.table.data
-        self.state, self.run_sums = RULES[group.kind].state(self.weight), run_sums
+        self.state = RULES[group.kind].state(self.weight)
         self.width = round_up(self.table.size(1), world.size) // world.size     # of a rank's columns
 
     def reduce(self) -> list:
@@ -1205,16 +1138,15 @@ class RowBank(Bank):
 class Optimizer:
     """All banks. step() overlaps each bank's communication with its neighbours' updates."""
     def __init__(self, groups: list[Group], world: World, compiled: bool):
-        self.banks = []
+        self.banks, self.updates = [], {}
         for group in groups:
             check_group(group)
             bank_class = RowBank if RULES[group.kind].layout == "table" else DenseBank
             self.banks.append(bank_class(group, world))
-        self.updates = {kind: rule.update for kind, rule in RULES.items()}
-        if compiled:
-            for bank in self.banks:
-                bank.run_sums = fast_run_sums            # only a RowBank calls it
-            for kind, rule in RULES.items():
+            self.banks[-1].run_sums = fast_run_sums if compiled else run_sums      # only a RowBank calls it
+        for kind, rule in RULES.items():
+            self.updates[kind] = rule.update
+            if compiled:
                 dynamic = rule.layout != "matrices"      # one graph for all lengths; else one for each shape
                 self.updates[kind] = torch.compile(rule.update, dynamic=dynamic, fullgraph=True)
 
@@ -1514,24 +1446,14 @@ class GPT(nn.Module):
             self.ngrams.touched.append((ids, rows))
         return rows, signs
 
-    def embeddings(self, tokens: Tensor, training: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Embeddings of tokens [B, T, E], and the layers' value embeddings [B, T, H D]."""
-        count = max(1, len(self.config.value_layers))
-        if not (training and self.kernels.triton):
-            return F.embedding(tokens, self.embed), F.embedding(tokens, self.value_embeds).chunk(count, -1)
-        order, width = tokens.flatten().sort(stable=True), self.value_embeds.size(1) // count
-        columns = [slice(i * width, (i + 1) * width) for i in range(len(self.config.value_layers))]
-        return (FastEmbedding.apply(self.embed, tokens, slice(None), order),
-                [FastEmbedding.apply(self.value_embeds, tokens, part, order) for part in columns])
-
     def hidden(self, tokens: Tensor, segments: Tensor, masks: dict[str, Mask], training: bool) -> Tensor:
         """Final normed states [B, T, E]."""
         c, T = self.config, tokens.size(1)
         if T not in self.rotary:
             self.rotary[T] = rotary_tables(T, c.qk_dim, self.embed)
         rows, signs = self.look_up(tokens, segments, training)
-        token_embeddings, value_embeddings = self.embeddings(tokens, training)
-        x0 = self.input_states(token_embeddings, rows, signs, self.sign_pool, self.ngram_mix)
+        x0 = self.input_states(F.embedding(tokens, self.embed), rows, signs, self.sign_pool, self.ngram_mix)
+        value_embeddings = F.embedding(tokens, self.value_embeds).chunk(max(1, len(c.value_layers)), -1)
         x = x0.view_as(x0)        # not x0 itself: the first block would get one tensor twice (see Kernels)
         for layer, block in zip(self.layers, self.blocks):
             ve = None if layer.value_table is None else value_embeddings[layer.value_table]
@@ -1564,10 +1486,7 @@ class GPT(nn.Module):
         c, w = self.config, self.embed
         if view.candidates:
             ids, columns = candidate_set(targets, len(w), view.candidates, start=row * view.candidates)
-            if view.training and self.kernels.triton:        # ids are distinct, so in any order
-                w = FastEmbedding.apply(w, ids, slice(None), (ids, torch.arange(len(ids), device=ids.device)))
-            else:
-                w = w.index_select(0, ids)
+            w = w.index_select(0, ids)
             targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
             if further is not None:
                 further = torch.where(further < 0, -1, columns[further.clamp(min=0).long()])
@@ -2498,7 +2417,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
-    with stop_signals() as signals, profiler_of(c, log) as profiler:
+    with stop_signals() as signals, profiler_of(c, log, saved["step"]) as profiler:
         try:
             result = loop(run, progress, store, signals, profiler, header, saved["step"])
         finally:
@@ -2590,13 +2509,14 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
 # What follows only guards and keeps: data, memory, self-check, header, checkpoints, the compiler's helper.
 # A reader who wants to change what is trained, or how, needs none of it.
 
-def profiler_of(c: Config, log: RunLog):
-    """A context: torch's profiler on rank 0, of profile_steps steps after five that aren't typical (caches
-    are cold). It writes the trace after the last of them, or when the run ends before. Else None."""
+def profiler_of(c: Config, log: RunLog, first: int):
+    """A context: torch's profiler on rank 0, of profile_steps steps after the first five, which aren't
+    typical (caches are cold). It writes the trace after the last of them, or when the run ends. Else None."""
     if not c.profile_steps or not log.path:
         return contextlib.nullcontext()
     trace = str(log.path.with_suffix(".trace.json.gz"))
-    schedule = torch.profiler.schedule(wait=4, warmup=1, active=c.profile_steps, repeat=1)
+    wait = max(0, min(4, c.num_steps - first - 2))       # a resumed run may have few steps left
+    schedule = torch.profiler.schedule(wait=wait, warmup=1, active=c.profile_steps, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: p.export_chrome_trace(trace))
 
 
@@ -2835,7 +2755,9 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     sizes = {group.name: sum(p.numel() for p in group.params.values()) for group in groups}
     matmul = sum(sizes[group.name] for group in groups if group.matmul)
     stages = dict.fromkeys(stage_at(c, step) for step in range(c.num_steps))
-    packages = {package.name: package.version for package in importlib.metadata.distributions()}
+    triton = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        triton = importlib.metadata.version("triton")
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         seed=c.seed, config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages],
@@ -2843,7 +2765,7 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
         resumed_from=None,
         source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
         versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
-                      hip=torch.version.hip, triton=packages.get("triton"), nccl=nccl,
+                      hip=torch.version.hip, triton=triton, nccl=nccl,
                       os=platform.platform(), threads=torch.get_num_threads()),
         kernels={key: str(value) for key, value in run.kernels._asdict().items()},
         data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream),

@@ -421,11 +421,11 @@ def test_flexattention_takes_small_tiles_where_shared_memory_is_little(tg, monke
 @pytest.mark.parametrize("capability, fp8", [((9, 0), True), ((8, 9), True), ((8, 0), False)])
 def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8):
     gpu, bf16 = stand_in(monkeypatch, capability), torch.bfloat16
-    assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, True, True, bf16)
-    assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, True, True, bf16)
-    assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, True, True, bf16)
-    assert tg.choose_kernels(gpu, compilation="off") == tg.Kernels(False, False, False, False, False, bf16)
-    assert tg.choose_kernels(gpu, fits_flex=False) == tg.Kernels(True, False, fp8, True, True, bf16)
+    assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, True, bf16)
+    assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, True, bf16)
+    assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, True, bf16)
+    assert tg.choose_kernels(gpu, compilation="off") == tg.Kernels(False, False, False, False, bf16)
+    assert tg.choose_kernels(gpu, fits_flex=False) == tg.Kernels(True, False, fp8, True, bf16)
     with pytest.raises(tg.Refusal, match="--fp8=on: it needs compilation"):
         tg.choose_kernels(gpu, compilation="off", fp8="on")
     with pytest.raises(tg.Refusal, match="--attention=flex.*block_tokens=128"):
