@@ -85,9 +85,8 @@ def refuse_if(is_wrong: bool, text: str) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
-# Every number of a run lives here once: first the settings with limits and meanings (which --help prints),
-# then the presets, then how the command line is read and checked. The defaults are the record; presets change
-# some, --key=value changes one. A new setting is one line of Config, and an entry in presets that differ.
+# Every number of a run lives here once: the settings with limits and meanings (which --help prints), presets,
+# and how the command line is read and checked. A new setting is one line of Config; defaults are the record.
 
 def setting(default, meaning: str, low=0, high: int | str = 2 ** 63 - 1):
     """A field of Config. low, high: limits of its number(s); high may name a key that must be larger."""
@@ -1216,7 +1215,6 @@ class Optimizer:
 # Usually changed: Attention, Block, a column of Layer, a new parameter (it needs a pattern in param_groups).
 
 # Shapes: as in room 3, and J orders of n-grams.  x0: the input states, which every layer mixes in again.
-# View: what one forward pass is asked for besides its tokens.  candidates: the ids of a sampled softmax.
 # copy pointer: attention whose result is not a state but a copy of an earlier token as the next one.
 
 class Layer(NamedTuple):
@@ -1235,7 +1233,7 @@ def layer_table(c: Config) -> list[Layer]:
 
 
 class View(NamedTuple):
-    """What one forward pass is asked for besides its tokens. Only a new number of candidates recompiles."""
+    """What one pass is asked for besides its tokens. Another window or row recompiles nothing."""
     window: int                  # long window, in blocks
     candidates: int = 0          # ids in the training softmax, 0 = all
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
@@ -1259,7 +1257,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def input_states(token_embeddings_BTE, rows_JBTE, signs_JBT, sign_pool, mix) -> Tensor:
-    """x0 [B, T, E]: normed token embeddings, plus the n-gram rows, each times a vector of signs out of a pool:
+    """x0 [B, T, E]: normed token embeddings, plus n-gram rows, each times a vector of signs out of a pool:
     two n-grams that share a row by accident of the hash have different signs."""
     return norm(token_embeddings_BTE) + mix * (rows_JBTE * sign_pool[signs_JBT]).sum(0)
 
@@ -1279,8 +1277,8 @@ def hash_ngrams(tokens_BT: Tensor, order: int, factors: tuple[int, ...]) -> Tens
 
 def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...],
               num_rows: int) -> tuple[Tensor, Tensor]:
-    """Ids [J, B, T] of rows of the n-gram table [J num_rows + 1, E] and of signs in the pool: hashes of the last
-    n tokens, n in orders. Where a document has fewer tokens so far, it is the table's last row, which is zero."""
+    """Ids [J, B, T] of rows of the n-gram table [J num_rows + 1, E] and of signs in the pool: hashes of the
+    last n tokens, n in orders. Where a document is shorter so far: the table's last row, which is zero."""
     tokens, rows, signs = tokens_BT.long(), [], []
     zero_row = len(orders) * num_rows
     for j, order in enumerate(orders):
@@ -1374,14 +1372,13 @@ class Block(nn.Module):
 
 
 class Pointer(nn.Module):
-    """A mixture of softmax and copies (pointer sentinel, Merity et al. 2016): attention gives earlier tokens a
-    share of the next one's probability, and a sentinel, one more key, gives the rest to the softmax. A key is
+    """A mixture of softmax and copies (pointer sentinel, Merity et al. 2016): attention gives earlier tokens
+    a share of the next one's probability; a sentinel, one more key, gives the rest to the softmax. A key is
     made of its own state and of the one before: of a token and of what it followed."""
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.block = c.block_tokens
-        # Of queries, of keys by their own state, of keys by the state before
-        self.copy_qk = matrix(3, c.copy_dim, c.model_dim, dtype=dtype)
+        self.copy_qk = matrix(3, c.copy_dim, c.model_dim, dtype=dtype)      # queries, keys, keys before
         self.sentinel_gates = nn.Parameter(torch.zeros(1, c.model_dim, dtype=dtype))
         self.copy_scales = scalars(1.0, 16.0)        # of queries; bias of the sentinel: at first no copies
 
@@ -1415,9 +1412,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.kernels, self.layers = c, kernels, layer_table(c)
         dtype, values_dim = kernels.dtype, len(c.value_layers) * c.num_heads * c.head_dim
-        # One matrix embeds tokens and is the output head; it is read normed, so its size is the head's
+        # One matrix embeds tokens and is the output head; value embeddings of all layers stand side by side
         self.embed = nn.Parameter(0.005 * torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
-        # Those of all layers stand side by side: one gather
         self.value_embeds = nn.Parameter(0.01 * torch.randn(c.padded_vocab, values_dim, dtype=dtype))
         num_rows = len(c.table_orders) * c.table_rows + 1
         self.ngrams = nn.Parameter(torch.zeros(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
@@ -1450,7 +1446,7 @@ class GPT(nn.Module):
         return masks
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-        """Rows [J, B, T, E] of the n-gram table, whose gradients the optimizer finds, and their signs' ids."""
+        """Rows [J, B, T, E] of the n-gram table, in training kept for the optimizer, and their signs' ids."""
         ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
         rows = F.embedding(ids, self.ngrams).requires_grad_()
         if training:
@@ -1825,8 +1821,8 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 7. Schedules
-# Says what changes from step to step: first the table of stages, parts of the run, then pure functions of the
-# step, without tensors. Usually changed: a row, a new table (name it in CHOICES too), the shape of cooldown_at.
+# Says what changes from step to step: first the table of stages (parts of the run), then pure functions of
+# the step. Usually changed: a row, a new table (name it in CHOICES too), the shape of cooldown_at.
 
 class Stage(NamedTuple):
     """A part of the run, up to where the next one begins."""
@@ -1902,8 +1898,8 @@ def momentum_at(c: Config, step: int) -> float:
 
 
 def ema_rate_at(c: Config, step: int) -> float:
-    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before the
-    last ema_frac of the run, then 1 (a copy), then 3 / its length in steps: the time constant is a third of it."""
+    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before
+    the last ema_frac of the run, then 1 (a copy), then 3 / its length: a time constant of a third of it."""
     length = c.ema_frac * c.num_steps
     steps_inside = step - max(0.0, c.num_steps - 1 - length)
     if c.ema_blend == 0 or steps_inside < 0:
