@@ -18,8 +18,10 @@ The rooms, in the order in which names flow (a room uses only rooms above it): 0
 # Keeps the text of this very file for the log, before slow imports give anyone time to edit it; then imports.
 # Importing has no side effects: no device, thread or environment. An attempt changes only the claim above.
 
+import time
 from pathlib import Path
 
+STARTED_S = time.monotonic()
 SOURCE = Path(__file__).read_bytes().decode("utf-8")     # byte for byte: read_text would change \r\n to \n
 if not SOURCE.endswith("\n"):
     SOURCE += "\n"                                       # the log's fence needs a line of its own
@@ -43,7 +45,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import typing
 import uuid
 from collections import Counter, deque
@@ -1550,8 +1551,7 @@ def open_shard(path: str) -> Tensor:
         expected_size = SHARD_HEADER_BYTES + 2 * count
         fault = f"header says {count:,} tokens ({expected_size:,} bytes), found {size:,} bytes"
         if size < SHARD_HEADER_BYTES:
-            fault = (f"{size} bytes, too short to hold a shard header of 1,024 bytes "
-                     "(is it the pointer text of a large-file store?)")
+            fault = f"{size} bytes, too short to hold a shard header (is it the pointer text of a file store?)"
         elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
             fault = (f"found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION} "
                      "(raw tokens have none; 20240801 is the 32-bit-token format)")
@@ -1604,13 +1604,12 @@ def dataset_card(paths: list[str]) -> dict | None:
         text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"     # -sig: of Windows
         found = json.loads(text)
         vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
-        are_whole = type(vocab_size) is int and type(eod_id) is int
-        if not are_whole or not 0 <= eod_id < vocab_size <= 65_536:
+        if {type(vocab_size), type(eod_id)} != {int} or not 0 <= eod_id < vocab_size <= 65_536:
             raise ValueError(f"0 <= eod_id < vocab_size <= 65536 isn't {eod_id!r:.40}, {vocab_size!r:.40}")
         return dict(tokenizer=str(tokenizer) if tokenizer else None, vocab_size=vocab_size, eod_id=eod_id)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); "
-                      "make it again with data/text.py") from None
+        text = f"{card}: not a usable dataset card ({error!r:.200}); make it again with data/text.py"
+        raise Refusal(text) from None
 
 
 class TokenStream:
@@ -1620,8 +1619,7 @@ class TokenStream:
         self.shards = [open_shard(path) for path in paths]       # uint16, with which torch hardly computes
         self.starts = [0, *itertools.accumulate(map(len, self.shards))]      # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
-        if self.num_tokens < 2:
-            raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
+        refuse_if(self.num_tokens < 2, f"{paths[0]}: holds 1 token; expected 2, an input and its target")
         self.indexed: dict[tuple[int, int], list[int]] = {}              # what document_starts has found
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
@@ -1671,9 +1669,9 @@ class TokenStream:
 def need_documents(stream: TokenStream, eod_id: int) -> None:
     """Raises Refusal when shards without a dataset.json hardly hold a mark: another tokenizer made them."""
     marks = len(stream.document_starts(0, eod_id))
-    if dataset_card(stream.paths) is None and marks * 10 ** 6 < stream.starts[1]:
-        raise Refusal(f"no end-of-document id {eod_id} in {stream.paths[0]} (or fewer than one in a million "
-                      "tokens); was dataset.json left behind?")
+    refuse_if(dataset_card(stream.paths) is None and marks * 10 ** 6 < stream.starts[1],
+              f"no end-of-document id {eod_id} in {stream.paths[0]} (or fewer than one in a million tokens); "
+              "was dataset.json left behind?")
 
 
 class Position(NamedTuple):
@@ -1954,7 +1952,7 @@ class RunLog:
         """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence. Raises Refusal."""
         for number, line in enumerate(source.split("\n"), 1):
             refuse_if(line.rstrip("\r") == FENCE,
-                      f"line {number} of this script is 100 times '=', which in a log ends the source; change it")
+                      f"line {number} of this script is 100 times '=', which ends a source in a log; change it")
         self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
         if smi := run_quietly("nvidia-smi"):
             self.write(smi)
@@ -2011,16 +2009,6 @@ def fingerprint(path: str) -> str:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def process_age_s() -> float:
-    """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start_ticks = int(after_name[19])        # proc(5): field 22, starttime, since the machine's start
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return time.process_time()
 
 
 class Clock:
@@ -2155,7 +2143,8 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
         if not all(type(t) is Tensor for t in tensors.values()):
             raise TypeError("it holds more than tensors")
     except Exception as error:           # an UnpicklingError's text advises to read it without the guard
-        reason = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else f"{error!r:.200}"
+        is_more = isinstance(error, pickle.UnpicklingError)
+        reason = "it holds more than tensors" if is_more else f"{error!r:.200}"
         raise Refusal(f"{place}: can't be used ({reason}); take another checkpoint") from None
     return facts, tensors
 
@@ -2270,7 +2259,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
     recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or LARGEST, recorder)
+    micro_rows = c.micro_rows or LARGEST
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, micro_rows, recorder)
 
 
 def plan_from(c: Config, first: int) -> list[tuple[int, int]]:
@@ -2360,7 +2350,8 @@ def warmup(run: Run, log: RunLog) -> None:
         tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
         for _ in range(2):               # the first step compiles, the second records
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
-            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
+            age_s = time.monotonic() - STARTED_S
+            log.event(f"note: warm-up with {num_rows} rows, {age_s:.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
     run.model(tokens, tokens.clone(), View(c.val_window_blocks))
     for t, before in saved:
@@ -2391,7 +2382,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         self_check(run, log)
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
-    time_to_first_step_s = round(process_age_s(), 2)
+    time_to_first_step_s = round(time.monotonic() - STARTED_S, 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
     with stop_signals() as signals, profiler_of(c, log) as profiler, contextlib.closing(store):
         result = loop(run, progress, store, signals, profiler, saved["step"] if saved else 0)
@@ -2524,8 +2515,8 @@ def budget(c: Config, stream: TokenStream) -> str:
         kept_fraction = sum(min(length, clip or length) for length in lengths) / sum(lengths)
         needed += steps * rows * c.row_tokens / kept_fraction
     epochs = needed / available
-    text = (f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {available:,} are "
-            f"there: {epochs:.2f} epochs")
+    text = (f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {available:,} "
+            f"are there: {epochs:.2f} epochs")
     more = math.ceil((needed / c.max_epochs - available) / 100e6)
     refuse_if(epochs > c.max_epochs,
               f"{text}, allowed {c.max_epochs}. Add about {more} shard(s) of 100M tokens (python "
@@ -2684,7 +2675,7 @@ def self_check(run: Run, log: RunLog) -> None:
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
     need_no_faults(run, "self-check", faults)
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, "
-              f"ranks equal, {known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
+              f"ranks equal, {known} of {len(held_out)} validation documents begin like training documents")
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
@@ -2702,8 +2693,9 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     matmul = sum(sizes[group.name] for group in groups if group.matmul)
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        seed=c.seed, config=dataclasses.asdict(c), stages=[stage_at(c, step)._asdict() for step in last_steps(c)],
-        overrides=overrides, argv=argv, devices=[device] * world.size, world_size=world.size, resumed_from=None,
+        seed=c.seed, config=dataclasses.asdict(c), overrides=overrides, argv=argv, resumed_from=None,
+        stages=[stage_at(c, step)._asdict() for step in last_steps(c)],
+        devices=[device] * world.size, world_size=world.size,
         source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
         kernels={key: str(value) for key, value in run.kernels._asdict().items()},
         versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
@@ -2834,8 +2826,8 @@ def main(argv: list[str]) -> int:
         if config.checkpoint_every_steps and world.rank == 0:
             need_writable("checkpoint_dir", config.checkpoint_dir)
         if preset == config.preset == "small" and world.rank == 0:
-            say(f"note: preset small, as a GPU here has less memory than the {RECORD_GIB} GiB that the record "
-                "needs (--preset=record tries it)")
+            say(f"note: preset small, as a GPU here has less than the {RECORD_GIB} GiB of memory that the "
+                "record needs (--preset=record tries it)")
         join_group(world)
         result = train(config, world, log, overrides, argv)
         if result["status"] == "stopped":
