@@ -17,8 +17,10 @@ A room uses only rooms above it: 0 Door, 1 Configuration, 2 World, 3 Kernels, 4 
 # Keeps the text of this very file for the log, before slow imports give anyone time to edit it; then imports.
 # Importing has no side effects: no device, thread or environment. An attempt changes only the claim above.
 
+import time
 from pathlib import Path
 
+STARTED_S = time.monotonic()
 # Byte for byte (read_text would change \r\n to \n), and with a last line end, which the log's fence needs
 SOURCE = Path(__file__).read_bytes().decode("utf-8").removesuffix("\n") + "\n"
 
@@ -41,7 +43,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -1569,8 +1570,7 @@ def open_shard(path: str) -> Tensor:
         expected_size = SHARD_HEADER_BYTES + 2 * count
         fault = f"header says {count:,} tokens ({expected_size:,} bytes), found {size:,} bytes"
         if size < SHARD_HEADER_BYTES:
-            fault = (f"{size} bytes, too short to hold a shard header of 1,024 bytes "
-                     "(is it the pointer text of a large-file store?)")
+            fault = f"{size} bytes, too short to hold a shard header (the pointer text of a file store?)"
         elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
             fault = (f"found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION} "
                      "(raw tokens have none; 20240801 is the 32-bit-token format)")
@@ -1596,8 +1596,8 @@ def matching_files(pattern: str, what: str) -> list[str]:
 
 
 def find_shards(patterns: str, what: str) -> list[str]:
-    """Files of comma-separated patterns, sorted by name, each once. what: train or val. Raises Refusal when a
-    pattern matches none. A comma may belong to a name: what matches nothing goes on after its comma."""
+    """Files of comma-separated patterns, sorted, each once. what: train or val. Raises Refusal for a pattern
+    without files. A comma may belong to a name: what matches nothing goes on after its comma."""
     texts = [patterns] if matching_files(patterns, what) else patterns.split(",")
     names, unmatched = [], ""
     for text in texts:
@@ -1628,13 +1628,12 @@ def dataset_card(paths: list[str]) -> dict | None:
         text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"     # -sig: of Windows
         found = json.loads(text)
         vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
-        are_whole = type(vocab_size) is int and type(eod_id) is int
-        if not are_whole or not 0 <= eod_id < vocab_size <= 65_536:
+        if {type(vocab_size), type(eod_id)} != {int} or not 0 <= eod_id < vocab_size <= 65_536:
             raise ValueError(f"0 <= eod_id < vocab_size <= 65536 isn't {eod_id!r:.40}, {vocab_size!r:.40}")
         return dict(tokenizer=str(tokenizer) if tokenizer else None, vocab_size=vocab_size, eod_id=eod_id)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Refusal(f"{card}: not a usable dataset card ({error!r:.200}); "
-                      "make it again with data/text.py") from None
+        text = f"{card}: not a usable dataset card ({error!r:.200}); make it again with data/text.py"
+        raise Refusal(text) from None
 
 
 class TokenStream:
@@ -1644,8 +1643,7 @@ class TokenStream:
         self.shards = [open_shard(path) for path in paths]       # uint16, with which torch hardly computes
         self.starts = [0, *itertools.accumulate(map(len, self.shards))]      # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
-        if self.num_tokens < 2:
-            raise Refusal(f"{paths[0]}: holds 1 token; expected 2, an input and its target")
+        refuse_if(self.num_tokens < 2, f"{paths[0]}: holds 1 token; expected 2, an input and its target")
         self.indexed: dict[tuple[int, int], list[int]] = {}              # what document_starts has found
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
@@ -1679,9 +1677,8 @@ class TokenStream:
             yield from self.document_starts(k, eod_id)
 
     def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
-        """int64 [documents]: a hash of the first length tokens after the mark, for each document of shard k
-        that has so many: the sum of all tokens, each times a random odd number that belongs to its place,
-        modulo 2^64. Equal texts have equal hashes, others practically never (Carter and Wegman 1979)."""
+        """int64 [documents]: a hash of the first length tokens after the mark, of each document of shard k
+        that has so many: the sum of tokens, each times its place's random odd number (Carter and Wegman 1979)."""
         tokens = self.shards[k]
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
         lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
@@ -1695,9 +1692,9 @@ class TokenStream:
 def need_documents(stream: TokenStream, eod_id: int) -> None:
     """Raises Refusal when shards without a dataset.json hardly hold a mark: another tokenizer made them."""
     marks = len(stream.document_starts(0, eod_id))
-    if dataset_card(stream.paths) is None and marks * 10 ** 6 < stream.starts[1]:
-        raise Refusal(f"no end-of-document id {eod_id} in {stream.paths[0]} (or fewer than one in a million "
-                      "tokens); was dataset.json left behind?")
+    refuse_if(dataset_card(stream.paths) is None and marks * 10 ** 6 < stream.starts[1],
+              f"no end-of-document id {eod_id} in {stream.paths[0]} (or fewer than one in a million tokens); "
+              "was dataset.json left behind?")
 
 
 class Position(NamedTuple):
@@ -1711,13 +1708,8 @@ class Position(NamedTuple):
 
 class Planner:
     """Which spans of the stream stand in which row, from the stream alone: the same for any number of ranks.
-
-        stream   = document document ..      after its end it goes on from its first mark: another epoch
-        document = the tokens from one mark to the next; clipping to max_doc_tokens drops a longer one's tail
-        row      = piece piece ..            row_tokens in all
-        piece    = a document, or as much of it as its row has room for
-
-    What a row's end cuts off a document is the next row's first piece; self.position carries it there."""
+    A document ends before the next mark, or where it is clipped. What a row's end cuts off it is the next
+    row's first piece; self.position carries it there. After the stream's end comes its first mark again."""
     def __init__(self, stream: TokenStream, eod_id: int, position: Position = Position()):
         self.stream, self.eod_id, self.position = stream, eod_id, position
         self.docs = self.documents(position.epoch, position.next_document)
@@ -1784,8 +1776,8 @@ def rows_per_rank(num_rows: int, size: int) -> int:
 
 def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
             pinned: bool = False, ahead: int = 32) -> Iterator[Batch]:
-    """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread, whose
-    errors are raised here. Row i goes to rank i // rows_per_rank. Empty rows are eod_id, with targets -1."""
+    """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread. Row i
+    goes to rank i // rows_per_rank. Empty rows are eod_id, with targets -1."""
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
         per_rank = rows_per_rank(num_rows, size)
@@ -1804,9 +1796,8 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
 
 def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, overlap: int, num_rows: int,
                     eod_id: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches (inputs, targets), int32 [num_rows, T], that score targets 1..num_targets of the stream, each
-    once. Batch i goes to rank i % size. A row begins overlap tokens before its first input that counts;
-    targets before that, and of what is filled up, are -1."""
+    """Batches (inputs, targets), int32 [num_rows, T], that score targets 1..num_targets of the stream once
+    each; batch i goes to rank i % size. A row begins with overlap tokens of context, whose targets are -1."""
     firsts = range(0, num_targets, row_tokens - overlap)           # of each row, the first input that counts
     for k in range(rank * num_rows, len(firsts), size * num_rows):
         inputs = torch.full((num_rows, row_tokens), eod_id, dtype=torch.int32)
@@ -1920,8 +1911,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 
 def say(text: str, stream=None, end: str = "\n") -> None:
-    """Print text, on standard output unless another stream is named. The console is optional: once it is gone
-    (a closed terminal or pipe, a full disk), what should go there is lost, and nothing else."""
+    """Print text. The console is optional: once it is gone (a closed terminal), only text is lost."""
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     printable = text.encode(encoding, "backslashreplace").decode(encoding)       # also on an ASCII terminal
@@ -1966,7 +1956,7 @@ class RunLog:
         """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence. Raises Refusal."""
         for number, line in enumerate(source.split("\n"), 1):
             refuse_if(line.rstrip("\r") == FENCE,
-                      f"line {number} of this script is 100 times '=', which in a log ends the source; change it")
+                      f"line {number} of this script is 100 times '=', which in a log ends it; change it")
         self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
         if smi := run_quietly("nvidia-smi"):
             self.write(smi)
@@ -2025,16 +2015,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def process_age_s() -> float:
-    """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start_ticks = int(after_name[19])        # proc(5): field 22, starttime, since the machine's start
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return time.process_time()
-
-
 class Clock:
     """Honest time: starts and pauses wait for the device; steps are timed by events, read one step late."""
     def __init__(self, device: torch.device):
@@ -2084,12 +2064,11 @@ class Clock:
 
 
 class Store:
-    """Writes folder/step_N in the background, named so when whole; keeps two. A failure is said and training
-    goes on; failed says whether the latest attempt was one."""
+    """Writes folder/step_N in the background, named so when whole; keeps two. Failures end nothing."""
     def __init__(self, folder: Path, log: RunLog):
         self.folder, self.log = folder, log
         self.last: Path | None = None                    # the newest checkpoint that is whole
-        self.failed = False
+        self.failed = False                              # whether the latest attempt did
         self.pool, self.writing = ThreadPoolExecutor(1), None
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
@@ -2220,15 +2199,14 @@ class Progress:
         return None
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
-        """Note a step (counted from 0; tokens of all ranks; lr relative to the groups' rates) whose stats
-        (loss, each bank's squared gradient norm, stop) reach the CPU before it is done; look at the last."""
+        """Note a step (counted from 0; tokens of all ranks) and look at the one before. stats (loss, each
+        bank's squared gradient norm, stop) reach the CPU before the step is done."""
         self.look(keep=1)
         self.waiting = step + 1, tokens, lr, stats
         self.tokens += tokens
 
     def look(self, keep: int = 0) -> None:
-        """Write the line of the step that waits, if due; keep: steps done since. Raises Failure for what is
-        not finite in it."""
+        """Write the waiting step's line, if due. keep: steps done since. Raises Failure: not finite."""
         if self.waiting is None:
             return
         (done, tokens, lr, stats), self.waiting = self.waiting, None
@@ -2284,8 +2262,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
     recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or c.batch_tokens,
-               recorder)
+    micro_rows = c.micro_rows or c.batch_tokens            # auto: as many as there are, at first
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, micro_rows, recorder)
 
 
 def plan_from(c: Config, first: int) -> list[tuple[int, int]]:
@@ -2299,8 +2277,8 @@ def last_steps(c: Config) -> list[int]:
 
 
 def train_view(run: Run, step: int) -> View:
-    """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps and
-    ranks, whatever the number of ranks; the spare number keeps steps apart that round their rows up."""
+    """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps, whatever
+    the number of ranks; the spare number keeps steps apart that round their rows up."""
     c, world = run.config, run.world
     rows_per_step = c.batch_tokens // c.row_tokens + 1
     first_row = step * rows_per_step + world.rank * rows_per_rank(rows_at(c, step), world.size)
@@ -2331,7 +2309,7 @@ def forward_backward(model: GPT, view: View, step_tokens: int, inputs: Tensor, t
 
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
     """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all
-    ranks' stop. The divisor counts the rows of all ranks without empty ones, so parts add up to the mean."""
+    ranks' stop. Empty rows don't count in the mean."""
     c, world = run.config, run.world
     view, rows, step_tokens = train_view(run, step), rows_at_once(run, step), rows_at(c, step) * c.row_tokens
     constants = view._replace(row=0, further_weights=None), step_tokens
@@ -2373,7 +2351,7 @@ def warmup(run: Run, log: RunLog) -> None:
         tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
         for _ in range(2):               # the first step compiles, the second records
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
-            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
+            log.event(f"note: warm-up with {num_rows} rows, at {time.monotonic() - STARTED_S:.1f} s")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
     run.model(tokens, tokens.clone(), View(c.val_window_blocks))
     for t, before in saved:
@@ -2406,7 +2384,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         self_check(run, log)
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
-    time_to_first_step_s = round(process_age_s(), 2)
+    time_to_first_step_s = round(time.monotonic() - STARTED_S, 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
     first = saved["step"] if saved else 0
     with stop_signals() as signals, profiler_of(c, log, first) as profiler, contextlib.closing(store):
@@ -2489,12 +2467,10 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
     return result
 
 
-# What follows only guards and keeps: data, memory, self-check, header, checkpoints, the compiler's helper.
-# A reader who wants to change what is trained, or how, needs none of it.
+# What follows only guards and keeps: a reader who wants to change what is trained, or how, needs none of it.
 
 def profiler_of(c: Config, log: RunLog, first: int):
-    """A context: torch's profiler on rank 0, of profile_steps steps after the first five, which aren't
-    typical (caches are cold). It writes the trace after the last of them, or when the run ends. Else None."""
+    """A context: on rank 0 torch's profiler, of profile_steps steps after five warm-up ones. Else None."""
     if not c.profile_steps or not log.path:
         return contextlib.nullcontext()
     trace = str(log.path.with_suffix(".trace.json.gz"))
@@ -2504,8 +2480,7 @@ def profiler_of(c: Config, log: RunLog, first: int):
 
 
 def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStream]:
-    """-> config with vocabulary and end-of-document id as the shards' dataset.json says, training stream,
-    validation stream. Raises Refusal on any contradiction."""
+    """-> config with what the shards' dataset.json says, training and validation stream. Raises Refusal."""
     train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
     cards = [card for card in map(dataset_card, (train_paths, val_paths)) if card]
     refuse_if(cards[:1] != cards[-1:], f"train and validation shards were made differently: {cards}")
@@ -2531,8 +2506,8 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
 
 
 def budget(c: Config, stream: TokenStream) -> str:
-    """Tokens needed against tokens there, in words. Raises Refusal when max_epochs doesn't suffice.
-    What clipping drops is estimated from the documents of the first shard."""
+    """Tokens needed against tokens there, in words. Raises Refusal when max_epochs doesn't suffice. What
+    clipping drops is estimated from the first shard."""
     available = stream.num_tokens - 1
     borders = [*stream.document_starts(0, c.eod_id), stream.starts[1]]
     lengths = [stop - start for start, stop in itertools.pairwise(borders)] or [available]
@@ -2541,8 +2516,8 @@ def budget(c: Config, stream: TokenStream) -> str:
         kept_fraction = sum(min(length, clip or length) for length in lengths) / sum(lengths)
         needed += steps * rows * c.row_tokens / kept_fraction
     epochs = needed / available
-    text = (f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {available:,} are "
-            f"there: {epochs:.2f} epochs")
+    text = (f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {available:,} "
+            f"are there: {epochs:.2f} epochs")
     more = math.ceil((needed / c.max_epochs - available) / 100e6)
     refuse_if(epochs > c.max_epochs,
               f"{text}, allowed {c.max_epochs}. Add about {more} shard(s) of 100M tokens (python "
@@ -2564,9 +2539,8 @@ def padding_in_words(c: Config, size: int) -> str:
 
 
 def check_memory(c: Config, world: World, kernels: Kernels) -> None:
-    """Raises Refusal when model and optimizer can't fit, before a byte of them is allocated. A number of the
-    table takes its weight; another one its weight, its gradient and, shared by the ranks, 8 bytes of
-    averages. Activations come on top."""
+    """Raises Refusal when model and optimizer can't fit, before a byte of them is allocated: weights and, of
+    all but the table, gradients and (shared by the ranks) 8 bytes of averages. Activations come on top."""
     count, table = num_parameters(c), len(c.table_orders) * c.table_rows * c.model_dim
     item = kernels.dtype.itemsize
     needed = table * item + (count - table) * (2 * item + 8 / world.size)
@@ -2611,9 +2585,8 @@ SELF_CHECK_TOLERANCE = 1e-6
 SHORT_DOCUMENT = 13                # tokens; odd, so that 2^n of them meet all alignments to groups of 2^n
 
 def probe_documents(num_tokens: int, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Documents that fill so many tokens. -> of each position: is it a start, does it stand in every other
-    document, does it stand in the second half of its own. Half of the tokens go to short documents, a quarter
-    to documents of 2.5 blocks, the rest to one that spans many."""
+    """Documents that fill so many tokens: half of it short ones, a quarter 2.5 blocks long, one for the rest.
+    -> of each position: is it a start, is it in every other document, is it in the second half of its own."""
     medium = 5 * block // 2
     lengths = [SHORT_DOCUMENT] * (num_tokens // 2 // SHORT_DOCUMENT) + [medium] * (num_tokens // 4 // medium)
     lengths = torch.tensor([*lengths, num_tokens - sum(lengths)], device=device)
@@ -2625,8 +2598,7 @@ def probe_documents(num_tokens: int, block: int, device: torch.device) -> tuple[
 
 @contextlib.contextmanager
 def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iterator[None]:
-    """While it is open, all parameters are random and of order one; of the table, the rows that the model
-    looks up for these tokens are."""
+    """While it is open, all parameters are random, of order one; of the table, the rows for these tokens."""
     table = run.model.ngrams.data
     run.model.look_up(tokens, segment_ids(tokens, run.config.eod_id), True)
     rows = torch.cat([ids.flatten() for ids, _ in run.model.ngrams.touched]).unique()
@@ -2649,11 +2621,9 @@ def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iter
 
 
 def probe(run: Run) -> list[str]:
-    """What is wrong with the validation pass (compiled as it will be): predictions move that may not, or
-    none does. No path is looked for, so none can be missed: whatever way leads from a changed token to a
-    prediction moves it, unless something on the way is zero or saturated, hence the random weights. Targets
-    are held fixed. The last case shows that the eye is open. Ids are drawn as text has them (Zipf's law), so
-    that both copies and the softmax decide losses."""
+    """What is wrong with the validation pass: predictions move that may not, or none does (the last case).
+    With random weights nothing is zero or saturated, so any way from a changed token to a prediction moves it.
+    Ids are drawn as text has them (Zipf's law), so that both copies and the softmax decide losses."""
     c, device = run.config, run.world.device
     if c.vocab_size < 3:
         return []                                        # no token can be changed into another
@@ -2686,9 +2656,9 @@ def unequal_ranks(run: Run) -> list[str]:
     """Banks whose weights differ between the ranks. Bits are summed as integers, which copies no table."""
     sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])
     highest, minus_lowest = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX).tolist()
+    unequal = [high != -minus_low for high, minus_low in zip(highest, minus_lowest)]
     return [f"the ranks hold different weights in {bank.group.name}"
-            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest)
-            if high != -minus_low]
+            for bank in itertools.compress(run.optimizer.banks, unequal)]
 
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
@@ -2708,7 +2678,7 @@ def self_check(run: Run, log: RunLog) -> None:
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
     need_no_faults(run, "self-check", faults)
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, "
-              f"ranks equal, {known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
+              f"ranks equal, {known} of {len(held_out)} validation documents begin like training documents")
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
@@ -2728,8 +2698,9 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
         triton = importlib.metadata.version("triton")
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        seed=c.seed, config=dataclasses.asdict(c), stages=[stage_at(c, step)._asdict() for step in last_steps(c)],
-        overrides=overrides, argv=argv, devices=[device] * world.size, world_size=world.size, resumed_from=None,
+        seed=c.seed, config=dataclasses.asdict(c), overrides=overrides, argv=argv, resumed_from=None,
+        stages=[stage_at(c, step)._asdict() for step in last_steps(c)],
+        devices=[device] * world.size, world_size=world.size,
         source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
         kernels={key: str(value) for key, value in run.kernels._asdict().items()},
         versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
@@ -2793,9 +2764,8 @@ COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that 
 
 @contextlib.contextmanager
 def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
-    """While it is open, a second process on one rank of each host (they share a cache on disk) compiles what
-    follows the blocks, while this one compiles the blocks. It holds a model of its own on the same GPU, so it
-    is started where there is memory for both; not in a deterministic run, whose graphs are others."""
+    """While it is open, a second process of each host, where the GPU has memory for two models, compiles what
+    follows the blocks (they share a cache on disk). A deterministic run's graphs are others: none there."""
     is_wanted = run.kernels.compile and run.world.local == 0 and run.config.deterministic == "off"
     if not is_wanted or torch.cuda.mem_get_info()[0] < COMPILER_BYTES_PER_ROW * run.config.micro_rows:
         yield
@@ -2810,8 +2780,7 @@ def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
 
 
 def compile_beside(argv: list[str]) -> int:
-    """In a process of its own while warmup compiles the blocks: bring pointer, head and optimizer into the
-    compiler's cache on disk, where warmup then finds them. What goes wrong here is compiled there."""
+    """In a process of its own while warmup compiles the blocks: compile pointer, head and optimizer."""
     config, overrides = parse_config(argv)
     small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows
     run = build(dataclasses.replace(config, table_rows=small_table), init_world(), overrides)
@@ -2860,8 +2829,8 @@ def main(argv: list[str]) -> int:
         if config.checkpoint_every_steps and world.rank == 0:
             need_writable("checkpoint_dir", config.checkpoint_dir)
         if preset == config.preset == "small" and world.rank == 0:
-            say(f"note: preset small, as a GPU here has less memory than the {RECORD_GIB} GiB that the record "
-                "needs (--preset=record tries it)")
+            say(f"note: preset small, as a GPU here has less than the {RECORD_GIB} GiB of memory that the "
+                "record needs (--preset=record tries it)")
         join_group(world)
         result = train(config, world, log, overrides, argv)
         if result["status"] == "stopped":

@@ -644,7 +644,7 @@ def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, fil
                  f"--max_epochs={math.ceil(needed / 4999)}"):
         assert part in answer.err
     run = tg.build(config, tg.World(), {})
-    assert f"wraps, {needed / 4999:.2f} epochs" in tg.budget(run.config, run.train_stream)
+    assert f"there: {needed / 4999:.2f} epochs" in tg.budget(run.config, run.train_stream)
 
 
 def test_epochs_are_counted_in_the_log(files, tmp_path):
