@@ -175,7 +175,7 @@ SPRINT = dict(                 # small batches of one size, and rates to match
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": SPRINT,
-    "small": SPRINT | dict(micro_rows=1, table_rows=1_048_573),      # for a card of 24 GB
+    "small": SPRINT | dict(row_tokens=16_384, micro_rows=1, table_rows=1_048_573),      # for a card of 24 GB
     "demo": dict(              # bytes of English prose, two minutes on a CPU
         train_files="data/builtin/train_*.bin", val_files="data/builtin/val_*.bin", max_epochs=1000,
         vocab_size=257, eod_id=256, num_steps=300, batch_tokens=4096, stages="plain", row_tokens=256,
