@@ -9,9 +9,8 @@ January 2025 (records/).
     ./run.sh                                                   what this machine can do, from laptop to 8 GPUs
     python train_gpt.py --help                                 every key and its default
 
-The rooms, in the order in which names flow (a room uses only rooms above it): 0 Door, 1 Configuration,
-2 World, 3 Kernels, 4 Optimizer, 5 Model, 6 Data, 7 Schedules, 8 Log and checkpoint, 9 Training,
-10 Front door.
+A room uses only rooms above it: 0 Door, 1 Configuration, 2 World, 3 Kernels, 4 Optimizer, 5 Model, 6 Data,
+7 Schedules, 8 Log and checkpoint, 9 Training, 10 Front door.
 """
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
@@ -20,9 +19,8 @@ The rooms, in the order in which names flow (a room uses only rooms above it): 0
 
 from pathlib import Path
 
-SOURCE = Path(__file__).read_bytes().decode("utf-8")     # byte for byte: read_text would change \r\n to \n
-if not SOURCE.endswith("\n"):
-    SOURCE += "\n"                                       # the log's fence needs a line of its own
+# Byte for byte (read_text would change \r\n to \n), and with a last line end, which the log's fence needs
+SOURCE = Path(__file__).read_bytes().decode("utf-8").removesuffix("\n") + "\n"
 
 import bisect
 import contextlib
@@ -44,20 +42,25 @@ import subprocess
 import sys
 import threading
 import time
-import typing
 import uuid
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from subprocess import DEVNULL, PIPE
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:                        # comes with torch for GPUs only
+    triton = None
 
 
 class RunError(Exception):
@@ -75,16 +78,18 @@ class Failure(RunError):
     """A run that can't go on: non-finite numbers, no memory. Exit code 1."""
 
 
+def refuse_if(is_wrong: bool, text: str) -> None:
+    if is_wrong:
+        raise Refusal(text)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
-# Every number of a run lives here once: first the settings with limits and meanings (which --help prints),
-# then the presets, then how the command line is read and checked. The defaults are the record; presets change
-# some, --key=value changes one. A new setting is one line of Config, and an entry in presets that differ.
+# Every number of a run lives here once: the settings with limits and meanings (which --help prints), presets,
+# and how the command line is read and checked. A new setting is one line of Config; defaults are the record.
 
-LARGEST = 2 ** 63 - 1
-
-def setting(default, meaning: str, low=0, high=LARGEST):
-    """A field of Config. low and high: smallest and largest value, or of each number in a tuple."""
+def setting(default, meaning: str, low=0, high: int | str = 2 ** 63 - 1):
+    """A field of Config. low, high: limits of its number(s); high may name a key that must be larger."""
     return dataclasses.field(default=default, metadata=dict(meaning=meaning, low=low, high=high))
 
 
@@ -97,16 +102,16 @@ class Config:
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "the same for validation")
     max_epochs: int = setting(1, "passes over the training shards that the schedule may take", low=1)
     vocab_size: int = setting(50_257, "ids in use; dataset.json beside the shards overrides it", 1, 2 ** 16)
-    eod_id: int = setting(50_256, "the token that stands before every document")
+    eod_id: int = setting(50_256, "the token that stands before every document", high="vocab_size")
     # Length and batch
     num_steps: int = setting(1800, "updates of the weights", 1, 999_999)
     batch_tokens: int = setting(393_216, "tokens of the largest step over all ranks", 1, 2 ** 26)
     stages: str = setting("record", "table in room 7: batch, window and more over the run")
     row_tokens: int = setting(16_384, "documents are packed into rows of so many", 8, 2 ** 24)
-    micro_rows: int = setting(4, "rows in one forward pass at most; auto or 0 = what memory allows")
+    micro_rows: int = setting(4, "rows in one forward pass at most; auto = what memory allows")
     # Validation
     val_tokens: int = setting(10_485_760, "targets scored, the files' first; 0 = all there are")
-    val_overlap: int = setting(2048, "tokens of context that a row of validation has before its first target")
+    val_overlap: int = setting(2048, "context of a validation row before its first target", high="row_tokens")
     val_window_blocks: int = setting(20, "long window, wider than any in training", 1, 2 ** 24)
     val_every_steps: int = setting(0, "steps between validations; 0 = only at the end")
     target_loss: float = setting(3.28, "stop and say so when validation reaches it; 0 = run to the end")
@@ -117,9 +122,9 @@ class Config:
     head_dim: int = setting(128, "of the values", 8, 2 ** 24)
     qk_dim: int = setting(128, "of queries and keys", 8, 2 ** 24)
     mlp_dim: int = setting(3072, "width of the hidden layer of an MLP", 1, 2 ** 24)
-    long_layers: tuple[int, ...] = setting((3, 10), "layers that see the whole window; others see half of it")
-    no_attention_layers: tuple[int, ...] = setting((4, 6, 8), "layers that are an MLP only")
-    value_layers: tuple[int, ...] = setting((1, 2, 9, 10), "layers with a value embedding of their own")
+    long_layers: tuple[int, ...] = setting((3, 10), "see the whole window, others half", high="num_layers")
+    no_attention_layers: tuple[int, ...] = setting((4, 6, 8), "are an MLP only", high="num_layers")
+    value_layers: tuple[int, ...] = setting((1, 2, 9, 10), "have a value embedding each", high="num_layers")
     copy_dim: int = setting(128, "of the copy pointer's queries and keys", 8, 2 ** 24)
     table_rows: int = setting(4_194_301, "hashed rows for each order, a prime; 1 is as good as none", low=1)
     table_orders: tuple[int, ...] = setting((2, 3), "n of the n-grams in the hashed table", 1, 4)
@@ -163,10 +168,9 @@ class Config:
 SECTIONS = dict(preset="Data", num_steps="Length and batch", val_tokens="Validation", model_dim="Model",
                 lr_matrix="Optimizer", seed="Machine", log_dir="Output", checkpoint_every_steps="Trust")
 SPRINT = dict(                 # small batches of one size, and rates to match
-    num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2,
-    val_tokens=2 ** 21, target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3),
-    no_attention_layers=(), value_layers=(3,), lr_matrix=0.0195, lr_embed=0.0057, lr_value=0.424,
-    lr_scalar=0.028, lr_table=0.6)
+    num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2, val_tokens=2 ** 21,
+    target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3), no_attention_layers=(),
+    value_layers=(3,), lr_matrix=0.0195, lr_embed=0.0057, lr_value=0.424, lr_scalar=0.028, lr_table=0.6)
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": SPRINT,
@@ -178,33 +182,33 @@ PRESETS: dict[str, dict] = {
         model_dim=128, num_layers=4, num_heads=4, head_dim=32, qk_dim=32, copy_dim=64, mlp_dim=512,
         long_layers=(1, 3), no_attention_layers=(), value_layers=(0, 2, 3), table_rows=65_521,
         table_orders=(2, 3, 4), block_tokens=32, softcap=(30.0, 0.0, 7.5), lr_matrix=0.0566, lr_embed=0.04,
-        lr_value=0.85, lr_scalar=0.056, lr_table=0.8,
-        checkpoint_every_steps=10 ** 6),
+        lr_value=0.85, lr_scalar=0.056, lr_table=0.8, checkpoint_every_steps=10 ** 6),
     "tiny": dict(              # three steps of a model for tests
         num_steps=3, batch_tokens=1024, stages="plain", row_tokens=128, micro_rows=8, val_tokens=10_000,
         val_overlap=32, val_window_blocks=4, target_loss=0.0, model_dim=64, num_layers=3, num_heads=2,
         head_dim=32, qk_dim=32, copy_dim=32, mlp_dim=128, long_layers=(0,), no_attention_layers=(1,),
-        value_layers=(0, 2), table_rows=1021, block_tokens=16, lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85,
-        lr_scalar=0.056, lr_table=1.2),
-}
+        value_layers=(0, 2), table_rows=1021, block_tokens=16,
+        lr_matrix=0.039, lr_embed=0.0113, lr_value=0.85, lr_scalar=0.056, lr_table=1.2)}
 CHOICES: dict[str, tuple[str, ...]] = dict(
     preset=tuple(PRESETS), stages=("record", "sprint", "plain"),     # the names of STAGES, in room 7
     compile=("auto", "on", "off"), attention=("auto", "flex", "dense"), fp8=("auto", "on", "off"),
     graphs=("auto", "on", "off"), deterministic=("on", "off"), self_check=("on", "off"))
 RESUME_MAY_CHANGE = {         # by a resumed run; the data itself is compared
     "preset", "train_files", "val_files", "max_epochs", "micro_rows", "val_tokens", "val_overlap",
-    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs",
-    "deterministic", "log_dir", "log_every_steps", "profile_steps", "checkpoint_every_steps",
-    "checkpoint_dir", "resume", "self_check"}
+    "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs", "log_dir",
+    "deterministic", "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume",
+    "self_check"}
 MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
     """Text of --key=text as a value of the field's type. Raises Refusal."""
+    if f.name == "micro_rows" and text == "auto":
+        return 0
     try:
         if f.type in (int, float):
             return f.type(text)
         if f.type is not str:
-            [number_type, _] = typing.get_args(f.type)           # of tuple[int, ...]
+            [number_type, _] = get_args(f.type)           # of tuple[int, ...]
             return tuple(number_type(part) for part in text.split(",") if part)
     except ValueError:
         expected = {int: "a whole number", float: "a number"}.get(f.type, "numbers with commas, as 0,4,11")
@@ -214,14 +218,18 @@ def parse_value(f: dataclasses.Field, text: str):
     return text
 
 
+def parts_of(value) -> tuple:
+    """The value itself where it is a tuple, else a tuple that holds it."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 def help_text() -> str:
     """The file's docstring, then each key with the record's value, as one would type it, and its meaning."""
     lines = [__doc__, f"Presets: {', '.join(PRESETS)}. Keys with the record's values:"]
     for f in dataclasses.fields(Config):
         if f.name in SECTIONS:                 # the first key of a section
             lines.append(f"  {SECTIONS[f.name]}")
-        numbers = f.default if isinstance(f.default, tuple) else (f.default,)
-        option = f"--{f.name}={','.join(map(str, numbers))}"
+        option = f"--{f.name}={','.join(map(str, parts_of(f.default)))}"
         choices = f" ({' | '.join(CHOICES[f.name])})" if f.name in CHOICES else ""
         lines.append(f"    {option:<33} {f.metadata['meaning']}{choices}")
     return "\n".join(lines)
@@ -237,12 +245,10 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
         is_switch = "on" in CHOICES.get(key, ())                 # --deterministic means --deterministic=on
         is_complete = arg.startswith("--") and (equals or is_switch)
         if not is_complete or not arg.isprintable():
-            shown = ascii(arg)[1:-1]
-            raise Refusal(f"{shown:.99}: expected --key=value in printable characters (see --help)")
+            raise Refusal(f"{ascii(arg)[1:-1]:.99}: expected --key=value, all printable (see --help)")
         if key not in fields:
             near = [name for name in fields if key and (key in name or name in key or name[:4] == key[:4])]
-            advice = f"did you mean {', '.join(near)}?" if near else "see --help"
-            raise Refusal(f"--{key:.99}: no such key; {advice}")
+            raise Refusal(f"--{key:.99}: no such key; near it: {', '.join(near) or 'none'} (see --help)")
         if key in overrides:
             raise Refusal(f"--{key}: given twice, expected once")
         overrides[key] = parse_value(fields[key], text if equals else "on")
@@ -252,22 +258,15 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
     return config, overrides
 
 
-def numbers_of(value) -> tuple:
-    """The numbers in a setting's value: those of a tuple, none of a text, else the one that it is."""
-    if isinstance(value, tuple):
-        return value
-    return () if isinstance(value, str) else (value,)
-
-
 def num_parameters(c: Config) -> int:
     """How many parameters the model has, but for the few of gates, scalars, copy pointer and padding."""
-    embedding = c.padded_vocab * c.model_dim              # the output head is the same matrix
-    value_embeddings = len(c.value_layers) * c.padded_vocab * c.num_heads * c.head_dim
+    # Token embeddings, which are the output head too, and value embeddings
+    embeddings = c.padded_vocab * (c.model_dim + len(c.value_layers) * c.num_heads * c.head_dim)
     ngram_table = len(c.table_orders) * c.table_rows * c.model_dim
     num_attentions = c.num_layers - len(set(c.no_attention_layers))
     attention = 2 * c.model_dim * c.num_heads * (c.qk_dim + c.head_dim)
     mlp = 2 * c.model_dim * c.mlp_dim
-    return embedding + value_embeddings + ngram_table + num_attentions * attention + c.num_layers * mlp
+    return embeddings + ngram_table + num_attentions * attention + c.num_layers * mlp
 
 
 def check_config(c: Config) -> None:
@@ -277,29 +276,26 @@ def check_config(c: Config) -> None:
             raise Refusal(f"--{key}={getattr(c, key)!s:.99}: expected {expected}")
 
     for f in dataclasses.fields(c):
-        low, high = f.metadata["low"], f.metadata["high"]
-        for number in numbers_of(getattr(c, f.name)):
-            need(low <= number <= high, f.name, f"a finite number from {low} to {high}")
-    for key, other in (("eod_id", "vocab_size"), ("val_overlap", "row_tokens"), ("long_layers", "num_layers"),
-                       ("value_layers", "num_layers"), ("no_attention_layers", "num_layers")):
-        highest = getattr(c, other) - 1
-        for number in numbers_of(getattr(c, key)):
-            need(number <= highest, key, f"a finite number from 0 to {other} - 1 = {highest}")
+        low, high, shown = f.metadata["low"], f.metadata["high"], f.metadata["high"]
+        if isinstance(high, str):
+            high = getattr(c, high) - 1
+            shown += f" - 1 = {high}"
+        if f.type is not str:
+            for number in parts_of(getattr(c, f.name)):
+                need(low <= number <= high, f.name, f"a finite number from {low} to {shown}")
     need(c.batch_tokens % c.row_tokens == 0, "batch_tokens", f"a multiple of row_tokens={c.row_tokens}")
     need(c.row_tokens % c.block_tokens == 0, "row_tokens", f"a multiple of block_tokens={c.block_tokens}")
     need(c.val_overlap % c.block_tokens == 0, "val_overlap", f"a multiple of block_tokens={c.block_tokens}")
-    need(c.qk_dim % 4 == 0, "qk_dim", "a multiple of 4")          # rotary turns pairs in half of each head
-    need(c.model_dim % 16 == 0, "model_dim", "a multiple of 16")  # fp8's matrix units
-    need(c.row_tokens % 16 == 0, "row_tokens", "a multiple of 16")
-    without_attention = set(c.no_attention_layers)
-    need(not without_attention & set(c.long_layers), "long_layers", "none of no_attention_layers")
-    need(not without_attention & set(c.value_layers), "value_layers", "none of no_attention_layers")
+    # Rotary turns pairs in half of each head; fp8's matrix units take 16 numbers
+    for key, divisor in (("qk_dim", 4), ("model_dim", 16), ("row_tokens", 16)):
+        need(getattr(c, key) % divisor == 0, key, f"a multiple of {divisor}")
+    for key in ("long_layers", "value_layers"):
+        need(set(c.no_attention_layers).isdisjoint(getattr(c, key)), key, "none of no_attention_layers")
     need(len(c.table_orders) > 0, "table_orders", "at least one number")
     need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
     cap, _, width = c.softcap
-    need(cap > 0 and width > 0, "softcap", "cap, shift, width; cap and width more than 0")
-    need(cap <= 80, "softcap", "a cap of at most 80, or exp would leave fp32")
-    need(cap <= 28 * width, "softcap", "a cap of at most 28 widths, or gradients would leave fp8")
+    fits = 0 < cap <= min(80, 28 * width)        # else exp would leave fp32, or gradients fp8
+    need(fits, "softcap", "cap, shift, width with a cap more than 0, at most 80 and at most 28 widths")
     count = num_parameters(c)
     need(count <= MAX_PARAMETERS, "model_dim", f"at most {MAX_PARAMETERS:,} parameters, found {count:,} with "
          "num_layers, num_heads, widths, vocab_size, value_layers, table_rows and table_orders")
@@ -308,7 +304,7 @@ def check_config(c: Config) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # 2. World
 # Finds out which process this is among how many and on which device, then lets the processes (ranks) meet.
-# This is the only room that reads or sets environment variables. An attempt changes nothing here.
+# This is the only room that reads or sets environment variables.
 
 WAIT_S = 10                                # after so long a rank says for whom it waits
 
@@ -335,30 +331,25 @@ def read_launcher() -> tuple[int, int, int]:
     if "SLURM_PROCID" in os.environ and tasks != "1" and "RANK" not in os.environ:
         raise Refusal(f"SLURM_NTASKS={tasks}, but no RANK: each task would be a run of its own; start one "
                       "torchrun a node (srun --ntasks-per-node=1 torchrun ..), or set RANK=0 for a lone run")
-    try:
-        rank = int(os.environ.get("RANK", 0))
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        if not 0 <= rank < size or local < 0:
-            raise ValueError(f"{rank} of {size}, {local} on its host")
-    except ValueError as error:
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    local = os.environ.get("LOCAL_RANK", "0")
+    if not (rank.isdecimal() and size.isdecimal() and local.isdecimal() and int(rank) < int(size)):
         raise Refusal("RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, rank < size, found "
-                      f"{error}; start with torchrun") from None
-    return rank, size, local
+                      f"{rank} of {size}, {local} on its host; start with torchrun")
+    return int(rank), int(size), int(local)
 
 
 def init_world(deterministic: bool = False) -> World:
     """Read the launcher's variables and take the device; join_group comes later. Raises Refusal."""
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < (2, 11):
-        raise Refusal(f"torch {torch.__version__} found, expected 2.11 or newer: "
-                      "pip install -r requirements.txt")
+        raise Refusal(f"torch {torch.__version__}: expected 2.11 or newer; pip install -r requirements.txt")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")   # varying shapes fragment memory
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank, size, local = read_launcher()
     if not torch.cuda.is_available():
-        return World(rank, size, torch.device("cpu"), local)
+        return World(rank, size, local=local)
     count = torch.cuda.device_count()
     if local >= count:
         raise Refusal(f"local rank {local} has no GPU: {count} found; use --nproc_per_node={count} or fewer")
@@ -388,8 +379,7 @@ def join_group(world: World) -> None:
         dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10), device_id=device)
         dist.barrier()         # a rank that refuses and leaves must not shut out one that is still connecting
     except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); start with "
-                      "torchrun") from None
+        raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); use torchrun") from None
     finally:
         waiting.cancel()
 
@@ -401,18 +391,16 @@ def close_world() -> None:
 
 def find_compiler() -> str | None:
     """Path of the C compiler that torch.compile would call on a CPU, if there is one."""
-    for name in (os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"):
-        path = shutil.which(name)
-        if path:
-            return path
-    return None
+    names = os.environ.get("CC", ""), "cc", "gcc", "clang", "c++", "g++"
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 3. Kernels
 # The mathematics that hardware cares about: each piece has a plain reference, at most one fast path, and one
-# switch (Kernels). In order: the switch, orthogonalisation (for Muon), the output head's loss, the sample
-# of ids for that loss, masks, attention. Usually changed: orthogonalisation, softcap, what a query may see.
+# switch (Kernels). In order: the switch, CUDA graphs, orthogonalisation (for Muon), the output head's loss,
+# the sample of ids for that loss, sums of gradients by id, masks, attention. Usually changed:
+# orthogonalisation, softcap, what a query may see.
 
 # Shapes: B rows, T positions, H heads, D head width, E model width, V padded vocabulary,
 #         N matrices with sides R x C, n blocks in a row.
@@ -435,6 +423,7 @@ class Kernels(NamedTuple):
     fp8: bool = False                        # the output head's matrix products in training
     graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
+    small_tiles: bool = False                # FlexAttention in SMALL_TILES
 
 
 def choose_kernels(device: torch.device, compilation: str = "auto", attention: str = "auto",
@@ -448,8 +437,10 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     capability = torch.cuda.get_device_capability(device) if on_nvidia else (0, 0)
     can_record, has_fp8 = compiled and on_nvidia, compiled and capability >= (8, 9)
     if on_nvidia and capability < (8, 0):
-        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix units, "
-                      "expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
+        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix "
+                      "units, expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
+    properties = torch.cuda.get_device_properties(device) if on_nvidia else None
+    small_tiles = on_nvidia and properties.shared_memory_per_block_optin < USUAL_TILES_BYTES
     if fp8 == "on" and not has_fp8:
         raise Refusal("--fp8=on: it needs compilation and fp8 matrix units (compute capability 8.9 or "
                       "newer); use --fp8=off")
@@ -459,7 +450,8 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     if graphs == "on" and not can_record:
         raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
     return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   graphs=can_record and graphs != "off", dtype=torch.bfloat16 if on_gpu else torch.float32)
+                   graphs=can_record and graphs != "off", small_tiles=small_tiles,
+                   dtype=torch.bfloat16 if on_gpu else torch.float32)
 
 
 class Recorder:
@@ -469,7 +461,7 @@ class Recorder:
     the record's own and replay it. Results are the same tensors each time, with new contents: who needs them
     after the next call clones them. What function reads and writes besides must stay where it is in memory.
     A record freezes each address and each Python number. So a number that changes from call to call must be
-    an input, a 0-D tensor. Not allowed in a record: looks at values (.item(), if), collectives, randomness."""
+    an input, a 0-D tensor. Not allowed in it: looks at values (.item(), if), collectives, random numbers."""
     def __init__(self, function: Callable, device: torch.device, is_recording: bool):
         self.function, self.device, self.is_recording = function, device, is_recording
         self.records = {}                  # None: called once; then (graph, its inputs, its results)
@@ -565,38 +557,35 @@ X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(mod
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
 G_SCALE = 8192.0        # e5m2 holds gradients up to 7; they are at most cap / (4 width), 0.77 for the record
 
-def softmax_gradient(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
-                     cap_shift_width: tuple[float, float, float], further: Tensor | None = None,
-                     further_weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses of mixed_cross_entropy [T], softmax_share [T], gradient by logits [T, V], all in fp32.
-    Per position, with z = softcap(logits) and p = softmax(z)[target]:
-        L = -log(e^log_lm p + e^log_copy)        softmax_share = e^log_lm p / (e^log_lm p + e^log_copy)
-        dL/dlog_lm = -softmax_share              dL/dlog_copy = softmax_share - 1
-        dL/dlogits = softmax_share (softmax(z) - onehot(target)) z (1 - z / cap) / width
-    A further target adds the like to dL/dlogits, with its weight in place of softmax_share."""
+def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
+                   cap_shift_width: tuple[float, float, float], further_weights: Tensor | None):
+    """Losses of mixed_cross_entropy [T]; what logits_gradient wants besides the logits [T, V]: logsumexp [T]
+    and shares [K, T]. targets: [K, T], K - 1 further ones. Per position, with p = softmax(softcap(logits)):
+        L = -log(e^log_lm p[target] + e^log_copy)    share = e^log_lm p[target] / (that sum) = -dL/dlog_lm
+    The share of a further target is its weight. Missing targets have none."""
+    cap = cap_shift_width[0]
+    logsumexp = (softcap(logits, cap_shift_width) - cap).exp().sum(1).log() + cap    # no maximum is needed
+    target_logits = logits.gather(1, targets.clamp(min=0).long().t()).t()
+    log_p, has_target = softcap(target_logits, cap_shift_width) - logsumexp, (targets >= 0).float()
+    log_mixture = torch.logaddexp(log_lm + log_p[0], log_copy)
+    losses = -log_mixture * has_target[0]
+    shares = (log_lm + log_p[0] - log_mixture).exp()[None]
+    if further_weights is not None:
+        losses = losses - (further_weights[:, None] * log_p[1:] * has_target[1:]).sum(0)
+        shares = torch.cat((shares, further_weights[:, None].expand_as(log_p[1:])))
+    return losses, logsumexp, shares * has_target
+
+
+def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, shares: Tensor,
+                    cap_shift_width: tuple[float, float, float]) -> Tensor:
+    """fp32 [T, V]: with z = softcap(logits), the sum of share (softmax(z) - onehot(target)) over the targets
+    [K, T], times dz/dlogits = z (1 - z / cap) / width."""
     cap, _, width = cap_shift_width
-    z = softcap(logits, cap_shift_width)
-    logsumexp = (z - cap).exp().sum(1).log() + cap      # z <= cap: no maximum is needed
-
-    def log_p(targets: Tensor) -> Tensor:
-        target_logits = logits.gather(1, targets.clamp(min=0).long()[:, None])[:, 0]
-        return softcap(target_logits, cap_shift_width) - logsumexp
-
-    has_target = (targets >= 0).float()
-    log_softmax_part = log_lm + log_p(targets)
-    log_mixture = torch.logaddexp(log_softmax_part, log_copy)
-    softmax_share = (log_softmax_part - log_mixture).exp() * has_target
-    losses, shares = -log_mixture * has_target, [(targets, softmax_share)]
-    if further is not None:
-        for more_targets, weight in zip(further, further_weights):
-            share = weight * (more_targets >= 0).float()
-            losses = losses - share * log_p(more_targets)
-            shares.append((more_targets, share))
-    grad = (z - logsumexp[:, None]).exp() * sum(share for _, share in shares)[:, None]
-    ids = torch.arange(logits.size(1), device=logits.device)
-    for which, share in shares:
-        grad = grad - torch.where(ids == which[:, None], share[:, None], 0.0)
-    return losses, softmax_share, grad * z * (1 - z / cap) / width
+    z, ids = softcap(logits, cap_shift_width), torch.arange(logits.size(1), device=logits.device)
+    grad = (z - logsumexp[:, None]).exp() * shares.sum(0)[:, None]
+    for target, share in zip(targets, shares):
+        grad = grad - torch.where(ids == target[:, None], share[:, None], 0.0)
+    return grad * z * (1 - z / cap) / width
 
 
 def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
@@ -609,17 +598,19 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), fast_sums=True)
     else:
         logits = F.linear(x, w)
-    losses, softmax_share, grad = softmax_gradient(logits, targets, log_lm, log_copy, cap_shift_width,
-                                                   further, further_weights)
+    all_targets = targets[None] if further is None else torch.cat((targets[None], further))
+    weights = None if further is None else further_weights
+    losses, logsumexp, shares = softmax_losses(logits, all_targets, log_lm, log_copy, cap_shift_width,
+                                               weights)
+    grad = logits_gradient(logits, logsumexp, all_targets, shares, cap_shift_width)
     if fp8:
         g8 = (grad * G_SCALE).to(torch.float8_e5m2)
-        g8_t = g8.t().contiguous()
         dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
-        dw = fp8_matmul(g8_t, x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+        dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
     else:
         grad = grad.to(x.dtype)
         dx, dw = grad @ w, grad.t() @ x
-    return losses.sum(), dx, dw, -softmax_share, softmax_share - (targets >= 0).float()
+    return losses.sum(), dx, dw, -shares[0], shares[0] - (targets >= 0).float()
 
 
 class HeadLoss(torch.autograd.Function):
@@ -658,6 +649,51 @@ def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[
     return ids, columns.masked_fill(columns == count, -1)
 
 
+def run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
+    """Sums of gradients that belong to the same id. ordered [M]: the ids, sorted; place [M]: where in
+    grads [M, C] each one's gradient stands. -> [M, C]: the sum at the first of each id, zeros elsewhere.
+    The order of a sum follows from the ids alone, so that all ranks get the same bits."""
+    is_first = F.pad(ordered[1:] != ordered[:-1], (1, 0), value=True)
+    first = torch.where(is_first, torch.arange(len(ordered), device=ordered.device), 0).cummax(0).values
+    sums = torch.zeros(grads.shape, dtype=torch.float32, device=grads.device)
+    return sums.index_add_(0, first, grads.float()[place]).to(grads.dtype)
+
+
+if triton is not None:
+    @triton.jit
+    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, ROWS: tl.constexpr,
+                        COLUMNS: tl.constexpr):
+        """A program looks at one place in ordered, and if an id begins there, sums COLUMNS columns of its
+        gradients, ROWS at a time."""
+        position = tl.program_id(0)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        in_row = column < C
+        this_id = tl.load(ordered + position)
+        is_first = (position == 0) | (tl.load(ordered + position - 1, position > 0, 0) != this_id)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        here = position + tl.arange(0, ROWS)
+        count = tl.where(is_first, ROWS, 0)
+        while count == ROWS:
+            belongs = tl.load(ordered + here, here < M, -1) == this_id
+            row = tl.load(place + here, belongs, 0)
+            mask = belongs[:, None] & in_row[None, :]
+            total += tl.load(grads + row[:, None] * grads_stride + column[None, :], mask, 0.0).to(tl.float32)
+            here += ROWS
+            count = tl.sum(belongs.to(tl.int32), 0)
+        target = out + position.to(tl.int64) * C + column
+        tl.store(target, tl.sum(total, 0).to(out.dtype.element_ty), in_row)
+
+
+def fast_run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
+    """run_sums on a GPU, for short runs: most n-grams of a step come once. (A token that comes a thousand
+    times would keep one program busy while the others are done: records/LOG.md.)"""
+    (M, C), out = grads.shape, torch.empty_like(grads)
+    columns = min(1024, triton.next_power_of_2(C))
+    run_sums_kernel[M, triton.cdiv(C, columns)](ordered, place, grads, out, M, C, grads.stride(0),
+                                                ROWS=4, COLUMNS=columns)
+    return out
+
+
 def shift(x_BT: Tensor, distance: int = 1, fill: float = 0) -> Tensor:
     """x [B, T, ..] moved later by distance positions along each row; the first positions get fill."""
     pad = (0, 0) * (x_BT.ndim - 2) + (distance, 0)        # F.pad counts dimensions from the last one
@@ -674,6 +710,7 @@ class Mask(NamedTuple):
     offset_keys: Tensor | None = None
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
     blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists, see block_mask
+    small_tiles: bool = False                    # see SMALL_TILES
 
 
 def segment_ids(tokens_BT: Tensor, eod_id: int) -> Tensor:
@@ -753,13 +790,20 @@ def flex_lists(mask: Mask, block: int) -> BlockMask:
                      BLOCK_SIZE=(block, block), mask_mod=allowed)
 
 
+# What FlexAttention's kernels hold at once, for GPUs with less shared memory (3090, 4090, L4: 99 KiB) than a
+# pipeline of three of the usual tiles takes: queries [128, 128] and thrice keys and values [64, 128] in bf16.
+USUAL_TILES_BYTES = 2 * 128 * (128 + 3 * 2 * 64)
+SMALL_TILES = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_stages=2, bwd_num_stages=1,
+                   bwd_BLOCK_M1=32, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=32)
+
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
     """softmax(scale * q.k) v under the mask: FlexAttention over lists of blocks, or SDPA over a dense mask."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
     if mask.blocks is None:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale)
     else:
-        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale)
+        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale,
+                           kernel_options=SMALL_TILES if mask.small_tiles else None)
     return y.transpose(1, 2)
 
 
@@ -786,7 +830,8 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
     q, k = torch.stack((q_BTD, q_BTD), 1), torch.stack((k_BTD, k_BTD), 1)
     no_values = torch.zeros_like(k[..., :16])        # 16: the narrowest that the kernel takes
     y, aux = flex_attention(q, k, no_values, score_mod=all_or_targets, scale=q.size(-1) ** -0.5,
-                            block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True))
+                            block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True),
+                            kernel_options=SMALL_TILES if mask.small_tiles else None)
     # + 0 y: the backward pass can't be compiled without a gradient of the output (torch 2.11)
     return (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
 
@@ -869,15 +914,12 @@ def adam_state(master: Tensor) -> dict[str, Tensor]:
     return {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
 
 
-def merge_rows(ids: Tensor, grads: Tensor, unused: int) -> tuple[Tensor, Tensor]:
-    """Sums the gradients [M, C] of equal ids [M]. -> distinct ids in order, then unused [M]; sums [M, C].
-    Shapes are static, the host doesn't wait, ids alone fix the order of a sum: ranks get the same bits."""
+def merge_rows(ids: Tensor, grads: Tensor, unused: int, sum_runs: Callable) -> tuple[Tensor, Tensor]:
+    """Sums the gradients [M, C] of equal ids [M] by run_sums or fast_run_sums. -> ids [M] in order, each
+    once, where it is repeated: unused; sums [M, C], zeros there. The host doesn't wait."""
     ordered, place = ids.sort(stable=True)
-    slot = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
-    distinct = torch.full_like(ids, unused).scatter_(0, slot, ordered)
-    slots = torch.empty_like(slot).scatter_(0, place, slot)
-    # An embedding's backward pass is this very sum: of the gradients of all positions that looked up a slot.
-    return distinct, torch.ops.aten.embedding_dense_backward(grads, slots, len(ids), -1, False)
+    is_repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
+    return ordered.masked_fill(is_repeated, unused), sum_runs(ordered, place, grads)
 
 
 def rows_update(rows, grad, square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
@@ -1051,7 +1093,7 @@ class RowBank(Bank):
     def update(self, function: Callable, numbers: dict[str, Tensor]) -> None:
         """Sums gradients by row, updates this rank's columns of these rows, and writes them on all ranks."""
         nobody = len(self.weight) - 1
-        ids, grads = merge_rows(self.ids, self.grads, nobody)
+        ids, grads = merge_rows(self.ids, self.grads, nobody, self.run_sums)
         square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
         square = self.world.reduced(square) / self.table.size(1)
         second, seen = self.state["second"], self.state["seen"]
@@ -1103,14 +1145,15 @@ class RowBank(Bank):
 class Optimizer:
     """All banks. step() overlaps each bank's communication with its neighbours' updates."""
     def __init__(self, groups: list[Group], world: World, compiled: bool):
-        self.banks = []
+        self.banks, self.updates = [], {}
         for group in groups:
             check_group(group)
             bank_class = RowBank if RULES[group.kind].layout == "table" else DenseBank
             self.banks.append(bank_class(group, world))
-        self.updates = {kind: rule.update for kind, rule in RULES.items()}
-        if compiled:
-            for kind, rule in RULES.items():
+            self.banks[-1].run_sums = fast_run_sums if compiled else run_sums      # only a RowBank calls it
+        for kind, rule in RULES.items():
+            self.updates[kind] = rule.update
+            if compiled:
                 dynamic = rule.layout != "matrices"      # one graph for all lengths; else one for each shape
                 self.updates[kind] = torch.compile(rule.update, dynamic=dynamic, fullgraph=True)
 
@@ -1170,10 +1213,8 @@ class Optimizer:
 # A GPT: layers are a table (layer_table), and how parameters learn is another (param_groups). In order: the
 # layers, the input states, rotary, Attention, Block, the copy Pointer, GPT and its loss, param_groups.
 # Usually changed: Attention, Block, a column of Layer, a new parameter (it needs a pattern in param_groups).
-# There are no collectives, files, clocks or environment here.
 
 # Shapes: as in room 3, and J orders of n-grams.  x0: the input states, which every layer mixes in again.
-# View: what one forward pass is asked for besides its tokens.  candidates: the ids of a sampled softmax.
 # copy pointer: attention whose result is not a state but a copy of an earlier token as the next one.
 
 class Layer(NamedTuple):
@@ -1184,19 +1225,15 @@ class Layer(NamedTuple):
 
 def layer_table(c: Config) -> list[Layer]:
     """The layers, the first one first."""
-    layers = []
-    for i in range(c.num_layers):
-        attention = "long" if i in c.long_layers else "short"
-        if i in c.no_attention_layers:
-            attention = "none"
-        value_table = c.value_layers.index(i) if i in c.value_layers else None
-        layers.append(Layer(attention, value_table))
-    return layers
+    numbers = range(c.num_layers)
+    attention = dict.fromkeys(numbers, "short") | dict.fromkeys(c.long_layers, "long")
+    attention |= dict.fromkeys(c.no_attention_layers, "none")
+    value_tables = {layer: table for table, layer in enumerate(c.value_layers)}
+    return [Layer(attention[i], value_tables.get(i)) for i in numbers]
 
 
 class View(NamedTuple):
-    """What one forward pass is asked for besides its tokens. A new window or row needs no new graph; a new
-    number of candidates does: the head has another shape then (see Kernels)."""
+    """What one pass is asked for besides its tokens. Another window or row recompiles nothing."""
     window: int                  # long window, in blocks
     candidates: int = 0          # ids in the training softmax, 0 = all
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
@@ -1220,8 +1257,8 @@ def norm(x: Tensor) -> Tensor:
 
 
 def input_states(token_embeddings_BTE, rows_JBTE, signs_JBT, sign_pool, mix) -> Tensor:
-    """x0 [B, T, E]: normed token embeddings, plus the n-gram rows, each times a vector of signs out of a pool
-    (against accidents of the hash: two n-grams that share a row have different signs)."""
+    """x0 [B, T, E]: normed token embeddings, plus n-gram rows, each times a vector of signs out of a pool:
+    two n-grams that share a row by accident of the hash have different signs."""
     return norm(token_embeddings_BTE) + mix * (rows_JBTE * sign_pool[signs_JBT]).sum(0)
 
 
@@ -1240,9 +1277,8 @@ def hash_ngrams(tokens_BT: Tensor, order: int, factors: tuple[int, ...]) -> Tens
 
 def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...],
               num_rows: int) -> tuple[Tensor, Tensor]:
-    """Ids of rows of the n-gram table [J num_rows + 1, E] and of signs in the pool, [J, B, T] each:
-    hashes of the last n tokens for each n in orders, which have num_rows rows each. A position whose
-    document has fewer than n tokens so far gets the table's last row, which is zero."""
+    """Ids [J, B, T] of rows of the n-gram table [J num_rows + 1, E] and of signs in the pool: hashes of the
+    last n tokens, n in orders. Where a document is shorter so far: the table's last row, which is zero."""
     tokens, rows, signs = tokens_BT.long(), [], []
     zero_row = len(orders) * num_rows
     for j, order in enumerate(orders):
@@ -1336,14 +1372,13 @@ class Block(nn.Module):
 
 
 class Pointer(nn.Module):
-    """Copy pointer: a mixture of softmax and copies (pointer sentinel, Merity et al. 2016). Attention gives
-    earlier tokens a share of the next one's probability; a sentinel, one more key, gives the rest to the
-    softmax. A key is made of its own state and the state before it: of a token and of what it followed."""
+    """A mixture of softmax and copies (pointer sentinel, Merity et al. 2016): attention gives earlier tokens
+    a share of the next one's probability; a sentinel, one more key, gives the rest to the softmax. A key is
+    made of its own state and of the one before: of a token and of what it followed."""
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.block = c.block_tokens
-        # Of queries, of keys by their own state, of keys by the state before
-        self.copy_qk = matrix(3, c.copy_dim, c.model_dim, dtype=dtype)
+        self.copy_qk = matrix(3, c.copy_dim, c.model_dim, dtype=dtype)      # queries, keys, keys before
         self.sentinel_gates = nn.Parameter(torch.zeros(1, c.model_dim, dtype=dtype))
         self.copy_scales = scalars(1.0, 16.0)        # of queries; bias of the sentinel: at first no copies
 
@@ -1355,8 +1390,7 @@ class Pointer(nn.Module):
         return norm(q) * self.copy_scales[0].to(q.dtype), norm(k), sentinel
 
     def forward(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """log_lm and log_copy of mixed_cross_entropy, [B, T] each: logs of the softmax's share of
-        probability, and of the probability that is copied from where the target stands."""
+        """log_lm and log_copy of mixed_cross_entropy, [B, T] each: the softmax's share, what is copied."""
         q, k, sentinel = self.project(x, mask)
         all_mass, target_mass = attention_mass(q, k, tokens, targets, mask, self.block)
         total = torch.logaddexp(all_mass, sentinel)
@@ -1377,11 +1411,10 @@ class GPT(nn.Module):
     def __init__(self, c: Config, kernels: Kernels = Kernels()):
         super().__init__()
         self.config, self.kernels, self.layers = c, kernels, layer_table(c)
-        dtype, width = kernels.dtype, c.num_heads * c.head_dim
-        # One matrix embeds tokens and is the output head; it is read normed, so its size is the head's
+        dtype, values_dim = kernels.dtype, len(c.value_layers) * c.num_heads * c.head_dim
+        # One matrix embeds tokens and is the output head; value embeddings of all layers stand side by side
         self.embed = nn.Parameter(0.005 * torch.randn(c.padded_vocab, c.model_dim, dtype=dtype))
-        value_embeds = torch.randn(c.padded_vocab, len(c.value_layers) * width, dtype=dtype)
-        self.value_embeds = nn.Parameter(value_embeds.mul_(0.01))       # all layers' side by side: one gather
+        self.value_embeds = nn.Parameter(0.01 * torch.randn(c.padded_vocab, values_dim, dtype=dtype))
         num_rows = len(c.table_orders) * c.table_rows + 1
         self.ngrams = nn.Parameter(torch.zeros(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
         self.ngrams.touched = []        # in place of .grad: see Group
@@ -1404,16 +1437,16 @@ class GPT(nn.Module):
 
     def masks(self, segments: Tensor, window: int) -> dict[str, Mask]:
         """{Layer.attention: mask}. Long layers see window blocks and offset keys, short ones half as many."""
-        block = self.config.block_tokens
         long_window = torch.full_like(segments[0, 0], window)
-        short_window = (long_window // 2).clamp(min=1)
-        offset_keys = torch.ones_like(long_window, dtype=torch.bool)
-        return {"long": self.build_mask(segments, long_window, block)._replace(offset_keys=offset_keys),
-                "short": self.build_mask(segments, short_window, block)._replace(offset_keys=~offset_keys)}
+        masks = {}
+        for layers, limit in (("long", long_window), ("short", (long_window // 2).clamp(min=1))):
+            mask = self.build_mask(segments, limit, self.config.block_tokens)
+            offset_keys = torch.full_like(limit, layers == "long", dtype=torch.bool)
+            masks[layers] = mask._replace(offset_keys=offset_keys, small_tiles=self.kernels.small_tiles)
+        return masks
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-        """Rows [J, B, T, E] of the n-gram table and ids of their signs [J, B, T]. The rows are leaves;
-        in training the table keeps them for the optimizer, which wants their gradients."""
+        """Rows [J, B, T, E] of the n-gram table, in training kept for the optimizer, and their signs' ids."""
         ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
         rows = F.embedding(ids, self.ngrams).requires_grad_()
         if training:
@@ -1448,17 +1481,11 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask, view: View) -> Tensor:
         """Summed loss of final states [B, T, E], row by row."""
         log_lm, log_copy = self.pointer(x, tokens, targets, mask)
-        if not view.training:
-            # Validation runs training's graphs up to here, but its loss keeps no graph for a backward pass
-            x, log_lm, log_copy = x.detach(), log_lm.detach(), log_copy.detach()
-        # unbind: its backward pass stacks the rows' gradients once, where x[i] would add up B padded copies
         further = next_targets(targets, mask.segments_BT) if view.further_targets else [None] * len(x)
-        rows = zip(x.unbind(), targets.unbind(), log_lm.unbind(), log_copy.unbind(), further)
-        total = 0
-        with torch.set_grad_enabled(view.training):
-            for i, row in enumerate(rows):
-                total = total + self.row_loss(*row, view, view.row + i)
-        return total
+        with torch.set_grad_enabled(view.training):     # validation runs training's graphs up to here
+            # unbind: its backward pass stacks the rows' gradients once; x[i] would add up B padded copies
+            rows = zip(x.unbind(), targets.unbind(), log_lm.unbind(), log_copy.unbind(), further)
+            return sum(self.row_loss(*row, view, view.row + i) for i, row in enumerate(rows))
 
     def row_loss(self, x_TE: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
                  further: Tensor | None, view: View, row: int | Tensor) -> Tensor:
@@ -1506,19 +1533,18 @@ def param_groups(c: Config, model: nn.Module) -> list[dict]:
         Family("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .95), None,  1.2,  True,  True),
         Family("ngrams",       "rows", r"ngrams",           c.lr_table,      (None, .95), 1e-15, .025, False, False))
     # end of table
-    params = {family.name: {} for family in families}
-    for name, p in model.named_parameters():
-        owners = [family.name for family in families if re.fullmatch(family.pattern, name)]
-        if len(owners) != 1:
-            remedy = f"let only one of {', '.join(owners)} match it" if owners else "add it to a pattern"
-            raise ValueError(f"parameter {name} belongs to {len(owners)} groups: {remedy} in param_groups")
-        params[owners[0]][name] = p
-    groups = []
+    groups, owners = [], Counter()
     for family in families:
-        if any(p.numel() for p in params[family.name].values()):
-            group = family._asdict() | {"params": params[family.name]}
-            del group["pattern"]
+        group = family._asdict()
+        pattern = group.pop("pattern")
+        group["params"] = {name: p for name, p in model.named_parameters() if re.fullmatch(pattern, name)}
+        owners.update(group["params"].keys())
+        if any(p.numel() for p in group["params"].values()):
             groups.append(group)
+    for name, _ in model.named_parameters():
+        if owners[name] != 1:
+            raise ValueError(f"parameter {name} belongs to {owners[name]} groups: add it to a pattern in "
+                             "param_groups, and to no more than one")
     return groups
 
 
@@ -1536,8 +1562,6 @@ SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fi
 def open_shard(path: str) -> Tensor:
     """The tokens of a shard in FineWeb's format, a header and then uint16, memory-mapped. Raises Refusal."""
     try:
-        if not os.path.isfile(path):
-            raise OSError("no file")             # opening a pipe would wait for a writer
         with open(path, "rb") as file:
             header = file.read(SHARD_HEADER_BYTES)
         size = os.path.getsize(path)
@@ -1583,11 +1607,16 @@ def find_shards(patterns: str, what: str) -> list[str]:
         unmatched = "" if found else unmatched + ","
     if unmatched.strip(" ,") or not names:
         looked = ", ".join(os.path.abspath(os.path.expanduser(text.strip())) for text in patterns.split(","))
-        raise Refusal(f"no {what} shards match one of {looked:.300} (in a folder: *{what}*.bin): name others "
-                      f"with --{what}_files=PATTERN, or make some: python data/cached_fineweb10B.py, or "
-                      "data/text.py --builtin --tokenizer=bytes, or --help")
+        raise Refusal(f"no {what} shards match {patterns:.200} (looked for {looked:.300}; in a folder: "
+                      f"*{what}*.bin): name others with --{what}_files=PATTERN, or make some: python "
+                      "data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
     first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
-    return sorted(first_name_of.values())
+    paths = sorted(first_name_of.values())
+    for path in paths:                           # before anyone opens it: a pipe would wait for a writer
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            raise Refusal(f"{path}: no file that can be read; "
+                          f"restore it, or name others with --{what}_files=PATTERN")
+    return paths
 
 
 def dataset_card(paths: list[str]) -> dict | None:
@@ -1792,9 +1821,8 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 7. Schedules
-# Says what changes from step to step. A stage is a part of the run with one batch size, document clip, window
-# and training softmax. First come the tables of stages, then pure functions of the step, without tensors. To
-# try one, change a row, add a table (and its name to CHOICES of room 1), or give cooldown_at a new shape.
+# Says what changes from step to step: first the table of stages (parts of the run), then pure functions of
+# the step. Usually changed: a row, a new table (name it in CHOICES too), the shape of cooldown_at.
 
 class Stage(NamedTuple):
     """A part of the run, up to where the next one begins."""
@@ -1803,30 +1831,22 @@ class Stage(NamedTuple):
     window: int                       # of long layers, in blocks
     candidates: float                 # share of the vocabulary in the training softmax; 0 = full softmax
     batch_share: float = 1.0          # share of batch_tokens in a step, at most 1
-    # multi-token prediction: weights of the second and third next token's losses, at begin and end
-    mtp: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
+    # Multi-token prediction: weights of the losses of the second and third next token as the stage begins;
+    # they move linearly to those of the next stage. 0, 0: this stage predicts the next token only
+    mtp: tuple[float, float] = (0.0, 0.0)
 
 
-# table
+RECORD = (
+    #     until  clip  window candidates share  mtp
+    Stage(0.200, 896,  3,     0.2,       1 / 3, (0.5, 0.25)),
+    Stage(0.667, 2048, 7,     0.2,       2 / 3, (0.5, 0.0)),
+    Stage(0.920, 2048, 11,    0.2,       1.0),
+    Stage(1.000, 2048, 13,    0.0,       1.0))
 STAGES: dict[str, tuple[Stage, ...]] = {
-    "record": (
-        #     until  clip  window candidates share  mtp
-        Stage(0.200, 896,  3,     0.2,       1 / 3, ((0.5, 0.25), (0.5, 0.0))),
-        Stage(0.667, 2048, 7,     0.2,       2 / 3, ((0.5, 0.0), (0.0, 0.0))),
-        Stage(0.920, 2048, 11,    0.2,       1.0),
-        Stage(1.000, 2048, 13,    0.0,       1.0)),
-    "sprint": (
-        Stage(0.200, 896,  3,     0.2,       1.0,  ((0.5, 0.25), (0.5, 0.0))),
-        Stage(0.667, 2048, 7,     0.2,       1.0,  ((0.5, 0.0), (0.0, 0.0))),
-        Stage(0.920, 2048, 11,    0.2,       1.0),
-        Stage(1.000, 2048, 13,    0.0,       1.0)),
-    "plain": (
-        Stage(0.200, 896,  3,     0.2,       0.25),
-        Stage(0.667, 2048, 7,     0.2,       0.5),
-        Stage(0.920, 2048, 11,    0.2,       1.0),
-        Stage(1.000, 2048, 13,    0.0,       1.0)),
-}
-# end of table
+    "record": RECORD,
+    "sprint": tuple(stage._replace(batch_share=1.0) for stage in RECORD),
+    "plain": tuple(stage._replace(batch_share=share, mtp=(0.0, 0.0))
+                   for stage, share in zip(RECORD, (0.25, 0.5, 1.0, 1.0)))}
 
 def stage_at(c: Config, step: int) -> Stage:
     """The stage of a step; past the end: the last one."""
@@ -1853,8 +1873,8 @@ def further_weights_at(c: Config, step: int) -> tuple[float, float]:
     i = stages.index(stage)
     begin = stages[i - 1].until if i > 0 else 0.0
     done = (step / c.num_steps - begin) / (stage.until - begin)
-    second, third = (first + (last - first) * done for first, last in zip(*stage.mtp))
-    return second, third
+    (second, third), (next_second, next_third) = stage.mtp, stages[min(i + 1, len(stages) - 1)].mtp
+    return second + (next_second - second) * done, third + (next_third - third) * done
 
 
 def cooldown_at(c: Config, step: int) -> float:
@@ -1879,15 +1899,12 @@ def momentum_at(c: Config, step: int) -> float:
 
 def ema_rate_at(c: Config, step: int) -> float:
     """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before
-    the last ema_frac of the run, 1 (a copy) after its first step, then 3 / its length in steps: the average
-    forgets with a time constant of a third of it."""
+    the last ema_frac of the run, then 1 (a copy), then 3 / its length: a time constant of a third of it."""
     length = c.ema_frac * c.num_steps
     steps_inside = step - max(0.0, c.num_steps - 1 - length)
     if c.ema_blend == 0 or steps_inside < 0:
         return 0.0
-    if steps_inside < 1:
-        return 1.0
-    return min(1.0, 3 / length)
+    return 1.0 if steps_inside < 1 else min(1.0, 3 / length)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1947,10 +1964,9 @@ class RunLog:
 
     def header(self, source: str, facts: dict) -> None:
         """Source, fence, facts as one JSON line, nvidia-smi where there is one, fence. Raises Refusal."""
-        lines = [line.rstrip("\r") for line in source.split("\n")]
-        if FENCE in lines:
-            raise Refusal(f"line {lines.index(FENCE) + 1} of this script is {len(FENCE)} times '=', which in "
-                          "a log ends the source; change that line")
+        for number, line in enumerate(source.split("\n"), 1):
+            refuse_if(line.rstrip("\r") == FENCE,
+                      f"line {number} of this script is 100 times '=', which in a log ends the source; change it")
         self.write(source + FENCE + "\n" + json.dumps({"format": 1, "run_id": self.run_id, **facts}))
         if smi := run_quietly("nvidia-smi"):
             self.write(smi)
@@ -2020,8 +2036,7 @@ def process_age_s() -> float:
 
 
 class Clock:
-    """Honest time: starts and pauses with a device synchronisation; steps are timed by events, which are read
-    one step late."""
+    """Honest time: starts and pauses wait for the device; steps are timed by events, read one step late."""
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.total_ms, self.resumed_at = 0.0, None       # up to the last pause; seconds
@@ -2029,7 +2044,6 @@ class Clock:
         self.step_ms, self.unread = [], []               # finished steps; (stamp, stamp) of the others
 
     def synchronize(self) -> None:
-        """Wait for the device, which is this process's current one."""
         if self.cuda:
             torch.cuda.synchronize()
 
@@ -2065,9 +2079,8 @@ class Clock:
                 self.step_ms.append(1e3 * (end - begin))
 
     def elapsed_ms(self) -> float:
-        if self.resumed_at is None:
-            return self.total_ms
-        return self.total_ms + 1e3 * (time.perf_counter() - self.resumed_at)
+        now = time.perf_counter()
+        return self.total_ms + 1e3 * (now - (self.resumed_at or now))
 
 
 class Store:
@@ -2081,12 +2094,10 @@ class Store:
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
         """Write tensors (on the CPU, no one else's) while training goes on, once the last write has ended."""
-        self.finish()
-        name = f"step_{step:06d}"
-        if self.last != self.folder / name:      # the target may be met right after a checkpoint
-            self.writing = self.pool.submit(self.write, name, tensors, facts)
+        self.close()
+        self.writing = self.pool.submit(self.write, f"step_{step:06d}", tensors, facts)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Wait until what is being written is whole."""
         if self.writing:
             self.writing.result()
@@ -2117,19 +2128,17 @@ def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
     it doesn't, or nothing. Raises Refusal that names what there is."""
     if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
         return Path(resume)
-    def reason_against(place: Path) -> str:
+    seen = []
+    for file in sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True):
         try:
-            return misfit(read_facts(place))
+            reason = misfit(read_facts(file.parent))
         except Refusal as error:
-            return str(error)
-    files = sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True)
-    if resume == "latest":
-        for file in files:
-            if not reason_against(file.parent):
-                return file.parent
-    there = [f"{file.parent} ({reason_against(file.parent) or 'fits'})" for file in files[:3]]
+            reason = str(error)
+        if resume == "latest" and not reason:
+            return file.parent
+        seen.append(f"{file.parent} ({reason or 'fits'})")
     raise Refusal(f"--resume={resume}: no checkpoint there that fits (a folder step_N with checkpoint.json); "
-                  f"in {folder}/*/: {', '.join(there) or 'none'}")
+                  f"in {folder}/*/: {', '.join(seen[:3]) or 'none'}")
 
 
 def read_facts(folder: str | Path) -> dict:
@@ -2140,24 +2149,16 @@ def read_facts(folder: str | Path) -> dict:
         if hashlib.sha256(body).hexdigest().encode() != digest:
             raise ValueError("damaged: its checksum differs")
         facts = json.loads(body)
-        missing = [key for key in CHECKPOINT_FACTS if key not in facts]
-        if missing:
+        if missing := [key for key in CHECKPOINT_FACTS if key not in facts]:
             raise ValueError(f"lacks {', '.join(missing)}")
+        return facts
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
-    return facts
-
-
-def need_bank_steps(folder: str | Path, facts: dict, banks: list[str]) -> None:
-    """Raises Refusal that names the banks whose number of steps the checkpoint does not say."""
-    missing = [bank for bank in banks if type(facts["bank_steps"].get(bank)) is not int]
-    if missing:
-        raise Refusal(f"{folder}: its bank_steps lack {', '.join(missing)}; take another checkpoint")
+        raise Refusal(f"{place}: can't be read ({error!s:.200}); take another checkpoint") from None
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """(facts, tensors by "PARAMETER/KIND", which are read from disk when used). Raises Refusal that names the
-    file when a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
+    """(facts, tensors by "PARAMETER/KIND", read from disk when used). Raises Refusal that names the file when
+    a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
     facts, place = read_facts(folder), Path(folder) / WEIGHTS
     try:
         if sha256_of(place) != facts["files"][WEIGHTS]:
@@ -2168,7 +2169,8 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     except pickle.UnpicklingError:               # whose text advises to read it without the guard
         raise Refusal(f"{place}: refused: it holds more than tensors; take another checkpoint") from None
     except Exception as error:
-        raise Refusal(f"{place}: can't be used ({error!r:.200}); take another checkpoint") from None
+        reason = str(error).partition("\n")[0]
+        raise Refusal(f"{place}: can't be read ({reason:.200}); take another checkpoint") from None
     return facts, tensors
 
 
@@ -2176,7 +2178,7 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 def stop_signals() -> Iterator[list[int]]:
     """The list that the signals enter which stop a run. After the first, SIGTERM and SIGINT act as before;
     SIGHUP and SIGUSR1 don't: one cause may send them twice (kernel and shell, SLURM and launcher)."""
-    received: list[int] = []
+    received = []
     handlers_before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     def on_signal(number: int, frame) -> None:
         received.append(number)
@@ -2194,46 +2196,44 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def need_finite(where: str, values: dict[str, float]) -> None:
-    """Raises Failure that names the values which are no finite numbers."""
-    bad = [name for name, value in values.items() if not math.isfinite(value)]
-    if bad:
-        raise Failure(f"{where}: not a finite number: {', '.join(bad)}. "
-                      "Lower the learning rates, or look at the data")
+def need_finite(where: str, values: dict[str, float | Tensor]) -> None:
+    """Raises Failure that names the numbers or tensors that are not finite. Sums need no copy of a table."""
+    sums = {name: float(torch.as_tensor(value).sum(dtype=torch.float32)) for name, value in values.items()}
+    if bad := ", ".join(name for name, total in sums.items() if not math.isfinite(total)):
+        raise Failure(f"{where}: not a finite number: {bad}. Lower the learning rates, or look at the data")
 
 
 class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits.
-    A bank is a group of parameters that the optimizer updates as one; banks: their names."""
+    banks: names of the groups of parameters whose gradients are looked at; header: the log's."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
-        self.config, self.log, self.clock, self.banks = c, log, clock, banks
+        self.config, self.log, self.clock, self.banks, self.header = c, log, clock, banks, header
         self.waiting: tuple | None = None        # what push noted of the step whose numbers are not read yet
         self.tokens, self.stopping = 0, False
-        device = header["devices"][0]
-        peaks = [1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in device]      # of one device
-        flops_per_token = 6 * header["parameters"]["matmul"]
-        self.peak_seconds_per_token = flops_per_token / peaks[0] / header["world_size"] if peaks else None
 
     def mfu(self, tokens: float, ms: float) -> float | None:
-        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak."""
-        if self.peak_seconds_per_token is None:
-            return None
-        return self.peak_seconds_per_token * tokens / ms * 1e3
+        """Model FLOP/s utilisation: 6 x matmul parameters x tokens / time / dense bf16 peak, if known."""
+        for name, tflops in PEAK_TFLOPS.items():
+            if name in self.header["devices"][0]:
+                flops = 6 * self.header["parameters"]["matmul"] * tokens
+                return flops / (ms / 1e3) / (tflops * 1e12 * self.header["world_size"])
+        return None
 
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
         """Note a step (counted from 0; tokens of all ranks; lr relative to the groups' rates) whose stats
         (loss, each bank's squared gradient norm, stop) reach the CPU before it is done; look at the last."""
+        self.look(keep=1)
+        self.waiting = step + 1, tokens, lr, stats
         self.tokens += tokens
-        self.look((step, tokens, self.tokens, lr, stats))
 
-    def look(self, following: tuple | None = None) -> None:
-        """Write the line of the step that waits, if due. Raises Failure for what is not finite in it."""
-        noted, self.waiting = self.waiting, following
-        if noted is None:
+    def look(self, keep: int = 0) -> None:
+        """Write the line of the step that waits, if due; keep: steps done since. Raises Failure for what is
+        not finite in it."""
+        if self.waiting is None:
             return
-        step, tokens, tokens_so_far, lr, stats = noted
-        self.clock.collect(keep=1 if following else 0)           # waits until the stats have arrived
-        c, done = self.config, step + 1
+        (done, tokens, lr, stats), self.waiting = self.waiting, None
+        self.clock.collect(keep)                 # waits until the stats have arrived
+        c = self.config
         loss, *squared_norms, stop = stats.tolist()
         gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
         need_finite(f"step {done}", {"loss": loss} | gradients)
@@ -2246,7 +2246,7 @@ class Progress:
             self.log.event(
                 f"step:{done}/{c.num_steps} train_loss:{loss:.4f} train_time:{self.clock.elapsed_ms():.0f}ms "
                 f"step_avg:{ms:.2f}ms tokens_per_s:{tokens / ms * 1e3:.0f} {mfu_text}lr:{lr:.4f} "
-                f"tokens:{tokens_so_far}")
+                f"tokens:{self.tokens}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2274,9 +2274,8 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     c, train_stream, val_stream = open_data(c, overrides)
     budget(c, train_stream)
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex, c.graphs)
-    if kernels.compile and not world.is_cuda and not find_compiler():
-        raise Refusal("--compile=on: no C compiler was found, which it needs; install one (gcc) or use "
-                      "--compile=off")
+    refuse_if(kernels.compile and not world.is_cuda and not find_compiler(),
+              "--compile=on: no C compiler was found, which it needs; install gcc or use --compile=off")
     check_memory(c, world, kernels)
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(c.seed)
@@ -2285,13 +2284,18 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     groups = [Group(**group) for group in param_groups(c, model)]
     optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
     recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
-    most_rows = max(rows_per_rank(rows_at(c, step), world.size) for step in range(c.num_steps + 1))
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or most_rows, recorder)
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, c.micro_rows or c.batch_tokens,
+               recorder)
 
 
 def plan_from(c: Config, first: int) -> list[tuple[int, int]]:
     """What the steps from first on consume: (rows over all ranks, max_doc_tokens) of each."""
     return [(rows_at(c, step), stage_at(c, step).max_doc_tokens) for step in range(first, c.num_steps)]
+
+
+def last_steps(c: Config) -> list[int]:
+    """The last step of each stage: together they have all shapes of the training."""
+    return list({stage_at(c, step): step for step in range(c.num_steps)}.values())
 
 
 def train_view(run: Run, step: int) -> View:
@@ -2304,7 +2308,7 @@ def train_view(run: Run, step: int) -> View:
     row, *weights = (torch.full((), number, device=world.device)
                      for number in (first_row, *further_weights_at(c, step)))
     return View(stage_at(c, step).window, candidates_at(c, step), training=True,
-                further_targets=any(map(any, stage_at(c, step).mtp)), row=row,
+                further_targets=any(stage_at(c, step).mtp), row=row,
                 further_weights=torch.stack(weights))
 
 
@@ -2350,14 +2354,12 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
 def evaluate(run: Run) -> float:
     """Mean loss over the val_tokens targets, on all ranks, with shapes and graphs of the last stage."""
     c, world = run.config, run.world
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)      # sum of losses, number of targets
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
                                            rows_at_once(run, c.num_steps), c.eod_id, world.rank, world.size):
         inputs, targets = inputs.to(world.device), targets.to(world.device)
-        loss, count = run.model(inputs, targets, View(c.val_window_blocks)), (targets >= 0).sum()
-        totals += torch.stack((loss.double(), count.double()))
-    loss_sum, count = world.reduced(totals)
-    return float(loss_sum / count)
+        loss_sum += run.model(inputs, targets, View(c.val_window_blocks))
+    return float(world.reduced(loss_sum) / c.val_tokens)
 
 
 def warmup(run: Run, log: RunLog) -> None:
@@ -2366,8 +2368,7 @@ def warmup(run: Run, log: RunLog) -> None:
     saved = [(t, t.clone()) for bank in banks for t in bank.tensors()]
     saved_steps = [bank.steps for bank in banks]
     fit_memory(run, log)
-    last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
-    for step in last_step_of_stage.values():
+    for step in last_steps(c):
         num_rows = rows_at(c, step)
         tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
         for _ in range(2):               # the first step compiles, the second records
@@ -2386,7 +2387,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     run = build(config, world, overrides)
     c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
     header = {"run_id": log.run_id, **facts(run, overrides, argv)}
-    saved = load_checkpoint(run, header) if c.resume else None
+    progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
+    saved = load_checkpoint(run, progress) if c.resume else None
     log.header(SOURCE, header)
     log.event("note: " + budget(c, run.train_stream))
     log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
@@ -2402,36 +2404,28 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
             warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
-    progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
-    if saved:
-        clock.total_ms, clock.step_ms, progress.tokens = saved["total_ms"], saved["step_ms"], saved["tokens"]
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
-    with stop_signals() as signals, profiler_of(c, log) as profiler:
-        try:
-            result = loop(run, progress, store, signals, profiler, header, saved["step"] if saved else 0)
-        finally:
-            store.finish()               # whatever happened, the last good checkpoint is whole
+    first = saved["step"] if saved else 0
+    with stop_signals() as signals, profiler_of(c, log, first) as profiler, contextlib.closing(store):
+        result = loop(run, progress, store, signals, profiler, first)
     if result["status"] == "stopped":
         if world.size > 1:
             dist.barrier()               # a launcher kills the others soon after the first has left
         advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
         result["reason"] = f"{signal.Signals(result['signal']).name}; {advice}"
         log.event("note: " + result["reason"])
-    log.event(f"note: data at epoch {run.position.epoch}, {run.position.dropped_tokens:,} tokens dropped by "
-              "clipping")
-    need_finite(f"step {result['step']}", {f"the weights of {bank.group.name}": finite_sum(bank.weight)
-                                           for bank in banks})
-    faults = unequal_ranks(run) if c.self_check == "on" else []
-    if faults:
-        raise Failure(f"rank {world.rank}, after the last step: " + "; ".join(faults), one_rank=True)
+    position, step = run.position, result["step"]
+    log.event(f"note: data at epoch {position.epoch}, {position.dropped_tokens:,} tokens dropped by clipping")
+    need_finite(f"step {step}", {f"the weights of {bank.group.name}": bank.weight for bank in banks})
+    if c.self_check == "on":
+        need_no_faults(run, "after the last step", unequal_ranks(run))
     ms = clock.total_ms
     result |= dict(
-        train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, result["step"]), 3),
-        tokens_trained=progress.tokens,
-        peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
+        train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, step), 3),
+        tokens_trained=progress.tokens, peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
         time_to_first_step_s=time_to_first_step_s, mfu=progress.mfu(progress.tokens, ms),
         checkpoint_failed=store.failed)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
@@ -2443,35 +2437,40 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
 
 PACE_STEPS = 20                    # after so many steps the log predicts the time that the training takes
 
-def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiler, header: dict,
-         first: int) -> dict:
+def loop(run: Run, progress: Progress, store: Store, signals: list[int], profiler, first: int) -> dict:
     """Steps first.. of the schedule, on the clock, with validation off it. -> status, step and last
     validation. profiler: of torch, or None."""
     c, world, log, clock = run.config, run.world, progress.log, progress.clock
-    plan = plan_from(c, first)
     planner = Planner(run.train_stream, c.eod_id, run.position)
-    loader = batches(planner, plan, c.row_tokens, world.rank, world.size, world.is_cuda)
-    result = dict(status="finished", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
+    loader = batches(planner, plan_from(c, first), c.row_tokens, world.rank, world.size, world.is_cuda)
+    result = dict(status="", reason="", num_steps=c.num_steps, resumed=bool(c.resume))
     clock.resume()                                        # the timed region begins
-    for step in range(first, c.num_steps + 1):
+    for step in range(first, c.num_steps + 1):            # step: how many have been done
         is_last = step == c.num_steps
-        if is_last or (c.val_every_steps and step % c.val_every_steps == 0):
+        if progress.stopping:            # known of the step before, so all ranks stop after the same step
+            clock.pause()
+            stopped_by = signals[0] if signals else signal.SIGTERM
+            result |= dict(status="stopped", step=step, val_loss=None, signal=stopped_by)
+        elif is_last or (c.val_every_steps and step % c.val_every_steps == 0):
             clock.pause()                                 # validation is not timed
             progress.look()
             loss = evaluate(run)
             log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
-            result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
             need_finite(f"step {step}", {"the validation loss": loss})
-            if c.target_loss and loss <= c.target_loss and not is_last:
+            result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
+            if is_last:
+                result["status"] = "finished"
+            elif c.target_loss and loss <= c.target_loss:
                 reason = f"validation loss {loss:.4f} <= {c.target_loss}"
                 result |= dict(status="target_reached", reason=reason)
-                is_last = True
-            if is_last:
-                if c.checkpoint_every_steps:
-                    save_checkpoint(run, store, step, progress, header)
-                break
-            clock.resume()
+            else:
+                clock.resume()
+        ended, every = result["status"], c.checkpoint_every_steps
+        if ended == "stopped" or (every and (ended or (step > first and step % every == 0))):
+            save_checkpoint(run, store, step, progress)
+        if ended:
+            break
         try:
             batch = next(loader)
         except Refusal as error:
@@ -2480,20 +2479,12 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
         stats = train_step(run, step, batch, lr_scale, len(signals)).to("cpu", non_blocking=True)
         clock.step_done()                                 # its event also says that the copy has arrived
         progress.push(step, rows_at(c, step) * c.row_tokens, lr_scale, stats)
-        if step == first + PACE_STEPS < c.num_steps - PACE_STEPS:
-            tokens_to_go = sum(rows for rows, _ in plan[PACE_STEPS + 1:]) * c.row_tokens
-            seconds = clock.elapsed_ms() / 1e3 * (1 + tokens_to_go / progress.tokens)
+        if step == first + PACE_STEPS:
+            all_tokens = sum(rows_at(c, i) for i in range(c.num_steps)) * c.row_tokens
+            seconds = clock.elapsed_ms() / 1e3 * all_tokens / progress.tokens
             log.event(f"note: at this pace the training takes about {seconds:.0f} s")
         if profiler:
             profiler.step()
-        if progress.stopping:            # known of the step before, so all ranks stop after the same step
-            clock.pause()
-            save_checkpoint(run, store, step + 1, progress, header)
-            stopped_by = signals[0] if signals else signal.SIGTERM
-            result |= dict(status="stopped", step=step + 1, val_loss=None, signal=stopped_by)
-            break
-        if c.checkpoint_every_steps and (step + 1) % c.checkpoint_every_steps == 0 and step + 1 < c.num_steps:
-            save_checkpoint(run, store, step + 1, progress, header)
     loader.close()
     return result
 
@@ -2501,13 +2492,14 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
 # What follows only guards and keeps: data, memory, self-check, header, checkpoints, the compiler's helper.
 # A reader who wants to change what is trained, or how, needs none of it.
 
-def profiler_of(c: Config, log: RunLog):
-    """A context: torch's profiler on rank 0, of profile_steps steps after five that aren't typical (caches
-    are cold). It writes the trace after the last of them, or when the run ends before. Else None."""
+def profiler_of(c: Config, log: RunLog, first: int):
+    """A context: torch's profiler on rank 0, of profile_steps steps after the first five, which aren't
+    typical (caches are cold). It writes the trace after the last of them, or when the run ends. Else None."""
     if not c.profile_steps or not log.path:
         return contextlib.nullcontext()
     trace = str(log.path.with_suffix(".trace.json.gz"))
-    schedule = torch.profiler.schedule(wait=4, warmup=1, active=c.profile_steps, repeat=1)
+    wait = max(0, min(4, c.num_steps - first - 2))       # a resumed run may have few steps left
+    schedule = torch.profiler.schedule(wait=wait, warmup=1, active=c.profile_steps, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: p.export_chrome_trace(trace))
 
 
@@ -2516,23 +2508,21 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
     validation stream. Raises Refusal on any contradiction."""
     train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
     cards = [card for card in map(dataset_card, (train_paths, val_paths)) if card]
-    if cards and cards[0] != cards[-1]:
-        raise Refusal(f"train and validation shards were made differently: {cards[0]} and {cards[1]}")
+    refuse_if(cards[:1] != cards[-1:], f"train and validation shards were made differently: {cards}")
     in_training = set(map(fingerprint, train_paths))
     overlap = [path for path in val_paths if fingerprint(path) in in_training]
-    if overlap:
-        raise Refusal(f"train_files and val_files overlap ({overlap[0]}): such a loss would mean nothing")
+    refuse_if(overlap != [], f"train_files and val_files overlap ({overlap}): such a loss would mean nothing")
     given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
     for key, value in given.items():
-        if overrides.get(key, value) != value:
-            raise Refusal(f"--{key}={overrides[key]}: the dataset.json beside the shards says {value}")
+        asked = overrides.get(key, value)
+        refuse_if(asked != value, f"--{key}={asked}: the dataset.json beside the shards says {value}")
     c = dataclasses.replace(c, **given)
     check_config(c)
     train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
     available = val_stream.num_tokens - 1
-    if c.val_tokens > available:
-        raise Refusal(f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, "
-                      f"at most {available:,} targets; expected --val_tokens=0 (all) or fewer")
+    refuse_if(c.val_tokens > available,
+              f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, at most "
+              f"{available:,} targets; expected --val_tokens=0 (all) or fewer")
     for k in range(len(val_paths)):
         val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
     for stream in (train_stream, val_stream):
@@ -2550,15 +2540,14 @@ def budget(c: Config, stream: TokenStream) -> str:
     for (rows, clip), steps in Counter(plan_from(c, 0)).items():
         kept_fraction = sum(min(length, clip or length) for length in lengths) / sum(lengths)
         needed += steps * rows * c.row_tokens / kept_fraction
-    text = f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), " \
-           f"{available:,} are there"
     epochs = needed / available
-    if epochs > c.max_epochs:
-        more = math.ceil((needed / c.max_epochs - available) / 100e6)
-        raise Refusal(f"{text}: {epochs:.2f} epochs, allowed {c.max_epochs}. Add about {more} shard(s) of "
-                      "100M tokens (python data/cached_fineweb10B.py) or allow repetition with "
-                      f"--max_epochs={math.ceil(epochs)}")
-    return f"{text}: " + ("enough" if epochs <= 1 else f"wraps, {epochs:.2f} epochs")
+    text = (f"data: the schedule needs about {needed:,.0f} tokens (clipped tails included), {available:,} are "
+            f"there: {epochs:.2f} epochs")
+    more = math.ceil((needed / c.max_epochs - available) / 100e6)
+    refuse_if(epochs > c.max_epochs,
+              f"{text}, allowed {c.max_epochs}. Add about {more} shard(s) of 100M tokens (python "
+              f"data/cached_fineweb10B.py) or allow repetition with --max_epochs={math.ceil(epochs)}")
+    return text
 
 
 def padding_in_words(c: Config, size: int) -> str:
@@ -2585,45 +2574,36 @@ def check_memory(c: Config, world: World, kernels: Kernels) -> None:
         there = torch.cuda.mem_get_info()[0]
     else:
         import resource
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)                # ulimit -v
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if limit != resource.RLIM_INFINITY:
-            there = min(there, limit)
-    if needed > there:
-        raise Refusal(f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on "
-                      f"each rank, {there / 1e9:.1f} are there; use a smaller --table_rows, --model_dim or "
-                      "--num_layers")
+        of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        of_process, _ = resource.getrlimit(resource.RLIMIT_AS)           # ulimit -v
+        there = of_machine if of_process == resource.RLIM_INFINITY else min(of_machine, of_process)
+    refuse_if(needed > there,
+              f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on each rank, "
+              f"{there / 1e9:.1f} are there; use a smaller --table_rows, --model_dim or --num_layers")
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
-    """Forward and backward of the largest micro-batch. Where memory does not suffice: fewer rows at once if
-    micro_rows is auto, else a Failure that names what would do."""
-    c = run.config
+    """Forward and backward of the largest micro-batch. Where a rank has no memory for it: fewer rows at once
+    if micro_rows is auto, else a Failure that names what would do."""
+    c, world = run.config, run.world
     step = max(range(c.num_steps + 1), key=lambda step: rows_at_once(run, step))
-    while not fits(run, step):
-        rows = rows_at_once(run, step)
-        found = f"out of memory with {rows} rows of {c.row_tokens} tokens at once"
-        if rows == 1:
-            raise Failure(f"{found}: use a smaller --row_tokens")
+    while True:
+        rows, out_of_memory = rows_at_once(run, step), torch.zeros((), device=world.device)
+        tokens = torch.zeros(rows, c.row_tokens, dtype=torch.int32, device=world.device)
+        try:
+            run.model(tokens, tokens.clone(), train_view(run, step)).backward()      # a clone: see Kernels
+        except torch.OutOfMemoryError:
+            out_of_memory += 1
+        for bank in run.optimizer.banks:
+            bank.zero_grad()
+        if not world.reduced(out_of_memory):
+            return
+        advice = f"use --micro_rows={rows - 1} or auto" if rows > 1 else "use a smaller --row_tokens"
+        text = f"out of memory with {rows} rows of {c.row_tokens} tokens at once: {advice}"
+        if c.micro_rows or rows == 1:
+            raise Failure(text)
+        log.event("note: " + text)
         run.micro_rows = rows - 1
-        fewer = rows_at_once(run, step)
-        if c.micro_rows:
-            raise Failure(f"{found}: use --micro_rows={fewer}, or auto")
-        log.event(f"note: {found}: trying micro_rows={fewer}")
-
-
-def fits(run: Run, step: int) -> bool:
-    """Whether all ranks have memory for forward and backward of one micro-batch of the step."""
-    device = run.world.device
-    out_of_memory = torch.zeros((), device=device)
-    tokens = torch.zeros((rows_at_once(run, step), run.config.row_tokens), dtype=torch.int32, device=device)
-    try:
-        run.model(tokens, tokens.clone(), train_view(run, step)).backward()      # a clone: see Kernels
-    except torch.OutOfMemoryError:
-        out_of_memory += 1
-    for bank in run.optimizer.banks:
-        bank.zero_grad()
-    return not run.world.reduced(out_of_memory)
 
 
 # relative: what can't be seen takes no part in a sum, so numerics leave no trace
@@ -2647,60 +2627,57 @@ def probe_documents(num_tokens: int, block: int, device: torch.device) -> tuple[
 def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iterator[None]:
     """While it is open, all parameters are random and of order one; of the table, the rows that the model
     looks up for these tokens are."""
-    table, saved = run.model.ngrams, []
+    table = run.model.ngrams.data
     run.model.look_up(tokens, segment_ids(tokens, run.config.eod_id), True)
-    rows = torch.cat([ids.flatten() for ids, _ in table.touched]).unique()
+    rows = torch.cat([ids.flatten() for ids, _ in run.model.ngrams.touched]).unique()
     rows = rows[rows < len(table) - 1]                   # the last one is nobody's
-    table.touched.clear()
-    for bank in run.optimizer.banks:
-        place = rows if bank.group.kind == "rows" else slice(None)
-        before = bank.weight[place].clone()
-        saved.append((bank.weight, place, before))
-        bank.weight[place] = torch.empty_like(before).normal_(generator=generator)
-    for p in run.model.parameters():
-        if p is not table and p.ndim > 1:
-            p.data.mul_(p.size(-1) ** -0.5)
-        elif p is not table:
-            p.data.mul_(0.2).add_(0.5)
+    run.model.ngrams.touched.clear()
+    others = [p.data for p in run.model.parameters() if p is not run.model.ngrams]
+    saved = [p.clone() for p in others]
+    rows_before = table[rows]
+    table[rows] = torch.empty_like(rows_before).normal_(generator=generator)
+    for p in others:
+        p.normal_(generator=generator)
+        if p.ndim > 1:
+            p.mul_(p.size(-1) ** -0.5)
+        else:
+            p.mul_(0.2).add_(0.5)
     yield
-    for weight, place, before in saved:
-        weight[place] = before
+    table[rows] = rows_before
+    for p, before in zip(others, saved):
+        p.copy_(before)
 
 
 def probe(run: Run) -> list[str]:
     """What is wrong with the validation pass (compiled as it will be): predictions move that may not, or
-    none does. No path can be missed, because none is looked for: whatever way leads from a changed token to
-    a prediction, the prediction moves, unless something on that way is zero or saturated; so all parameters
-    are made random and of order one, whichever the model has. Targets are held fixed, so what the model does
-    with the targets that it is given is not tested. The last case shows that the eye is open.
-    Ids are drawn as text has them (Zipf's law), so that both copies and the softmax decide losses."""
+    none does. No path is looked for, so none can be missed: whatever way leads from a changed token to a
+    prediction moves it, unless something on the way is zero or saturated, hence the random weights. Targets
+    are held fixed. The last case shows that the eye is open. Ids are drawn as text has them (Zipf's law), so
+    that both copies and the softmax decide losses."""
     c, device = run.config, run.world.device
+    if c.vocab_size < 3:
+        return []                                        # no token can be changed into another
     num_rows = rows_at_once(run, c.num_steps)
     if not run.kernels.compile:                          # any shape will do: one that meets all alignments
         num_rows = math.ceil(2 * SHORT_DOCUMENT * c.block_tokens / c.row_tokens)
-    shape = num_rows, c.row_tokens
-    generator = torch.Generator(device).manual_seed(1)
+    shape, generator = (num_rows, c.row_tokens), torch.Generator(device).manual_seed(1)
     documents = probe_documents(num_rows * c.row_tokens, c.block_tokens, device)
     is_start, is_odd, is_later = (t.view(shape) for t in documents)
     ids = torch.randperm(c.vocab_size, generator=generator, device=device).int()
     ids = ids[ids != c.eod_id]
-    if len(ids) < 2:
-        return []                                        # no token can be changed into another
     index = (len(ids) ** torch.rand(shape, generator=generator, device=device)).long() - 1
     other_index = index + torch.randint(1, len(ids), shape, generator=generator, device=device)
-    base = ids[index].masked_fill(is_start, c.eod_id)
-    other = ids[other_index % len(ids)].masked_fill(is_start, c.eod_id)
-    true_next, view = base.flatten().roll(-1).view(shape), View(c.val_window_blocks)
-    faults = []
+    base, other = (ids[i % len(ids)].masked_fill(is_start, c.eod_id) for i in (index, other_index))
+    true_next, faults = base.flatten().roll(-1).view(shape), []
     with random_weights(run, base, generator):
         for what, is_changed, is_scored, must_move in (
                 ("another document", is_odd, ~is_odd, False), ("later tokens", is_later, ~is_later, False),
                 ("their own context", ~is_later, is_later, True)):
             targets, changed = torch.where(is_scored, true_next, -1), torch.where(is_changed, other, base)
-            before, after = (float(run.model(tokens, targets, view)) for tokens in (base, changed))
+            before, after = (float(run.model(tokens, targets, View(c.val_window_blocks)))
+                             for tokens in (base, changed))
             moved = abs(after / before - 1)
-            has_moved = not moved <= SELF_CHECK_TOLERANCE          # so that a NaN counts as moved
-            if has_moved != must_move:
+            if must_move != (not moved <= SELF_CHECK_TOLERANCE):       # so that a NaN counts as moved
                 faults.append(f"{what} changed, and the loss moved by {moved:.2g} of itself")
     return faults
 
@@ -2716,6 +2693,11 @@ def unequal_ranks(run: Run) -> list[str]:
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
 
+def need_no_faults(run: Run, when: str, faults: list[str]) -> None:
+    if faults:
+        raise Failure(f"rank {run.world.rank}: {when}: " + "; ".join(faults), one_rank=True)
+
+
 def self_check(run: Run, log: RunLog) -> None:
     """Would the numbers of this run mean anything? Raises Failure. Leaves all state as it was."""
     began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
@@ -2724,46 +2706,41 @@ def self_check(run: Run, log: RunLog) -> None:
     known = int(torch.isin(held_out, train.document_hashes(0, c.eod_id)).sum())
     if known > MAX_KNOWN_SHARE * len(held_out):
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
-    if faults:
-        raise Failure(f"rank {run.world.rank}: self-check: " + "; ".join(faults), one_rank=True)
+    need_no_faults(run, "self-check", faults)
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, "
-              f"ranks equal, {known} of {len(held_out)} validation documents begin like one of the first "
-              "training shard")
+              f"ranks equal, {known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     """The log's header: all that is needed to judge and repeat the run (what fits memory is found later)."""
     c, world, groups = run.config, run.world, [bank.group for bank in run.optimizer.banks]
     def files_of(stream: TokenStream) -> dict:
-        files = [dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=stop - start,
-                      fingerprint=fingerprint(path))
-                 for path, start, stop in zip(stream.paths, stream.starts, stream.starts[1:])]
-        return dict(tokens=stream.num_tokens, files=files)
-    card = dataset_card(run.train_stream.paths) or {}
-    processor = platform.processor() or platform.machine()
-    device = torch.cuda.get_device_name(world.device) if world.is_cuda else processor
+        return dict(tokens=stream.num_tokens, files=[
+            dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=len(shard),
+                 fingerprint=fingerprint(path)) for path, shard in zip(stream.paths, stream.shards)])
+    tokenizer = (dataset_card(run.train_stream.paths) or {}).get("tokenizer")
+    device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.machine()
     nccl = torch.cuda.nccl.version() if world.is_cuda and dist.is_nccl_available() else None
     sizes = {group.name: sum(p.numel() for p in group.params.values()) for group in groups}
     matmul = sum(sizes[group.name] for group in groups if group.matmul)
-    stages = dict.fromkeys(stage_at(c, step) for step in range(c.num_steps))
-    packages = {package.name: package.version for package in importlib.metadata.distributions()}
+    triton = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        triton = importlib.metadata.version("triton")
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        seed=c.seed, config=dataclasses.asdict(c), stages=[stage._asdict() for stage in stages],
-        overrides=overrides, argv=argv, devices=[device] * world.size, world_size=world.size,
-        resumed_from=None,
+        seed=c.seed, config=dataclasses.asdict(c), stages=[stage_at(c, step)._asdict() for step in last_steps(c)],
+        overrides=overrides, argv=argv, devices=[device] * world.size, world_size=world.size, resumed_from=None,
         source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
-        versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
-                      hip=torch.version.hip, triton=packages.get("triton"), nccl=nccl,
-                      os=platform.platform(), threads=torch.get_num_threads()),
         kernels={key: str(value) for key, value in run.kernels._asdict().items()},
-        data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream),
-                  tokenizer=card.get("tokenizer")),
+        versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
+                      hip=torch.version.hip, triton=triton, nccl=nccl,
+                      os=platform.platform(), threads=torch.get_num_threads()),
+        data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream), tokenizer=tokenizer),
         git=git_state(str(Path(__file__).parent)) if world.rank == 0 else {},
         parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
-def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
+def identity(header: dict, tensors: Iterable[tuple[str, Tensor]], bank_steps: dict) -> dict:
     """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
     same = {f"setting {key}": value for key, value in header["config"].items()
             if key not in RESUME_MAY_CHANGE}
@@ -2772,46 +2749,42 @@ def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
                  for number, file in enumerate(header["data"][split]["files"], 1)}
     same |= {f"shape of {key}": list(t.shape) for key, t in tensors}
+    same |= {f"bank_steps of {name}": type(steps).__name__ for name, steps in bank_steps.items()}
     return json.loads(json.dumps(same))
 
 
-def finite_sum(t: Tensor) -> float:
-    """The sum, which is finite where all of t is, without a copy of the table."""
-    return float(t.sum(dtype=torch.float32))
-
-
-def save_checkpoint(run: Run, store: Store, step: int, progress: Progress, header: dict) -> None:
+def save_checkpoint(run: Run, store: Store, step: int, progress: Progress) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
-    progress.clock.collect()
     progress.look()
     tensors = {}
     for key, t in run.optimizer.gathered():
-        need_finite(f"step {step}", {key: finite_sum(t)})
+        need_finite(f"step {step}", {key: t})
         if run.world.rank == 0:
             tensors[key] = t.to("cpu", copy=True)
     if run.world.rank == 0:
         store.save(step, tensors, dict(
-            format=1, step=step, tokens=progress.tokens, position=run.position, run=header,
+            format=1, step=step, tokens=progress.tokens, position=run.position, run=progress.header,
             total_ms=progress.clock.elapsed_ms(), step_ms=list(progress.clock.step_ms),
             bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
 
 
-def load_checkpoint(run: Run, header: dict) -> dict:
+def load_checkpoint(run: Run, progress: Progress) -> dict:
     """Take over the checkpoint that --resume names. -> its facts. Raises Refusal before anything changes."""
-    now = identity(header, run.optimizer.gathered())
+    header = progress.header
+    now = identity(header, run.optimizer.gathered(), {bank.group.name: 0 for bank in run.optimizer.banks})
     def misfit(facts: dict) -> str:
-        differ = [key for key, value in identity(facts["run"], ()).items() if now.get(key) != value]
-        return f"{differ[0]} differs" if differ else ""
+        then = identity(facts["run"], (), facts["bank_steps"])
+        return next((f"{key} differs" for key in then if then[key] != now.get(key)), "")
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
     saved, tensors = read_checkpoint(path)
-    need_bank_steps(path, saved, [bank.group.name for bank in run.optimizer.banks])
-    then = identity(saved["run"], tensors.items())
+    then = identity(saved["run"], tensors.items(), saved["bank_steps"])
     for key in [*then, *now]:
-        if then.get(key) != now.get(key):
-            raise Refusal(f"--resume={path}: {key} differs: {then.get(key, 'nothing')} in the checkpoint, "
-                          f"{now.get(key, 'nothing')} in this run")
+        old, new = then.get(key, "nothing"), now.get(key, "nothing")
+        refuse_if(old != new, f"--resume={path}: {key} differs: {old} in the checkpoint, {new} in this run")
     run.optimizer.load(tensors, saved["bank_steps"])
     run.position, header["resumed_from"] = Position(*saved["position"]), str(path)
+    progress.clock.total_ms, progress.clock.step_ms = saved["total_ms"], saved["step_ms"]
+    progress.tokens = saved["tokens"]
     return saved
 
 
@@ -2820,10 +2793,9 @@ COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that 
 
 @contextlib.contextmanager
 def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
-    """While it is open, a second process (compile_beside, on one rank of each host, as they share a cache on
-    disk) compiles what follows the blocks, while this one compiles the blocks. It holds a model of its own on
-    the same GPU, so it is started where there is memory for both. Not in a deterministic run, whose graphs
-    are others."""
+    """While it is open, a second process on one rank of each host (they share a cache on disk) compiles what
+    follows the blocks, while this one compiles the blocks. It holds a model of its own on the same GPU, so it
+    is started where there is memory for both; not in a deterministic run, whose graphs are others."""
     is_wanted = run.kernels.compile and run.world.local == 0 and run.config.deterministic == "off"
     if not is_wanted or torch.cuda.mem_get_info()[0] < COMPILER_BYTES_PER_ROW * run.config.micro_rows:
         yield
@@ -2844,8 +2816,7 @@ def compile_beside(argv: list[str]) -> int:
     small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows
     run = build(dataclasses.replace(config, table_rows=small_table), init_world(), overrides)
     c, model, device = run.config, run.model, run.world.device
-    last_step_of_stage = {stage_at(c, step): step for step in range(c.num_steps)}
-    for step in last_step_of_stage.values():
+    for step in last_steps(c):
         shape = rows_at_once(run, step), c.row_tokens
         tokens, targets = torch.zeros(2, *shape, dtype=torch.int32, device=device)
         x = torch.randn(*shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
@@ -2865,16 +2836,12 @@ def compile_beside(argv: list[str]) -> int:
 
 RECORD_GIB = 60                    # of GPU memory that the record needs on each rank: estimated, not measured
 
-def default_preset() -> tuple[str, str]:
-    """-> the preset of a run that names none; why it isn't the record's where a GPU is too small."""
+def default_preset() -> str:
+    """The preset of a run that names none."""
     if not torch.cuda.is_available():
-        return "demo", ""
+        return "demo"
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    found_gib = min(sizes) / 2 ** 30
-    if found_gib >= RECORD_GIB:
-        return "record", ""
-    return "small", (f"note: preset small, as a GPU here has {found_gib:.0f} GiB of memory and the record "
-                     f"needs about {RECORD_GIB} (--preset=record tries it)")
+    return "record" if min(sizes) >= RECORD_GIB * 2 ** 30 else "small"
 
 
 def main(argv: list[str]) -> int:
@@ -2885,25 +2852,22 @@ def main(argv: list[str]) -> int:
         return compile_beside(argv[1:])
     log = world = None
     try:
-        preset, reason = default_preset()
+        preset = default_preset()
         config, overrides = parse_config(argv, preset)
-        if config.deterministic == "on":
-            torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(config.deterministic == "on")
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all
         if config.checkpoint_every_steps and world.rank == 0:
             need_writable("checkpoint_dir", config.checkpoint_dir)
-        if reason and config.preset == preset and world.rank == 0:
-            say(reason)
+        if preset == config.preset == "small" and world.rank == 0:
+            say(f"note: preset small, as a GPU here has less memory than the {RECORD_GIB} GiB that the record "
+                "needs (--preset=record tries it)")
         join_group(world)
         result = train(config, world, log, overrides, argv)
         if result["status"] == "stopped":
             return 128 + result["signal"]
         return 1 if result["checkpoint_failed"] else 0
-    except torch.OutOfMemoryError as error:
-        text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})"
-        return report(Failure(text, one_rank=True), world, log)
-    except RunError as error:
+    except (RunError, torch.OutOfMemoryError) as error:
         return report(error, world, log)
     finally:
         if log is not None:
@@ -2911,8 +2875,11 @@ def main(argv: list[str]) -> int:
         close_world()
 
 
-def report(error: RunError, world: World | None, log: RunLog | None) -> int:
+def report(error: Exception, world: World | None, log: RunLog | None) -> int:
     """Say on console and in the log why a run ended. -> exit code. What all ranks say, one a host prints."""
+    if isinstance(error, torch.OutOfMemoryError):
+        text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})"
+        error = Failure(text, one_rank=True)
     if world is None or world.local == 0 or error.one_rank:
         say(f"train_gpt: {error}", sys.stderr)
     status, exit_code = ("refused", 2) if isinstance(error, Refusal) else ("failed", 1)

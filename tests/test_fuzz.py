@@ -114,7 +114,7 @@ def fitting(rng):
         head_dim=4 * rng.randrange(2, 5), qk_dim=4 * rng.randrange(2, 5), copy_dim=rng.choice([8, 9, 16]),
         model_dim=rng.choice([16, 17, 32]), mlp_dim=rng.choice([1, 3, 64]), long_layers=long,
         table_rows=rng.choice([0, 1, 1, 50, 997, 997]), table_orders=rng.choice(["1", "2,3", "4", "2,3,4"]),
-        num_steps=rng.choice([1, 2, 5, 300]), micro_rows=rng.choice([0, 1, 2, 6, 100])).items()]
+        num_steps=rng.choice([1, 2, 5, 300]), micro_rows=rng.choice([1, 2, 6, 100])).items()]
 
 
 def random_option(tg, rng, wild):

@@ -1,10 +1,16 @@
 """Recorder (room 3), with a stand-in for CUDA graphs: it records each ATen call with the very tensors and numbers that
 the call got, and replays the calls on these. So it freezes what a real graph freezes."""
 import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from model_helpers import small_batches, small_run, take_step, write_small_shards
+from rank_helpers import load_train_gpt
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -132,3 +138,48 @@ def test_graphs_are_refused_where_they_cannot_be(tg):
     assert not tg.choose_kernels(torch.device("cpu")).graphs
     with pytest.raises(tg.Refusal, match="--graphs=on"):
         tg.choose_kernels(torch.device("cpu"), graphs="on")
+
+
+# ---- real graphs -----------------------------------------------------------------------------------------------------
+
+
+def print_losses_without_and_with_graphs():
+    """As a rank of torchrun: two lines, the losses of the same 60 steps without and with graphs."""
+    tg = load_train_gpt()
+    world = tg.init_world(True)
+    tg.join_group(world)
+    torch.use_deterministic_algorithms(True)
+    with tempfile.TemporaryDirectory() as folder:
+        run = small_run(write_small_shards(Path(folder)), world, False, num_steps=60, stages="sprint", num_layers=3,
+                        batch_tokens=4 * 512, row_tokens=512, micro_rows=2 if world.size == 1 else 1, block_tokens=128,
+                        val_overlap=128, model_dim=128, head_dim=64, qk_dim=64, copy_dim=64, mlp_dim=256,
+                        long_layers=(1,), value_layers=(1,), max_epochs=10 ** 6)
+        state = [t for bank in run.optimizer.banks for t in (*bank.tensors(), bank.weight)]
+        before, found = [t.clone() for t in state], []
+        for recorded in (False, True):
+            for t, was in zip(state, before):
+                t.copy_(was)
+            for bank in run.optimizer.banks:
+                bank.steps = 0
+            run.forward_backward.is_recording, run.forward_backward.records = recorded, {}
+            found.append([float(take_step(run, step, batch)[0]) for step, batch in enumerate(small_batches(run))])
+        graphs = [record for record in run.forward_backward.records.values() if record]
+        if world.rank == 0:
+            print(json.dumps([len(graphs), *found]))
+    tg.close_world()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_graphs_change_no_digit_of_60_losses_on_gpus(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    graphs, plain, recorded = json.loads(answer.stdout.splitlines()[-1])
+    assert graphs == 4 and recorded == plain and len(plain) == 60 and plain[-1] < plain[0] - 0.5
+
+
+if __name__ == "__main__":
+    print_losses_without_and_with_graphs()

@@ -1,10 +1,11 @@
 """Room 3: every fast path against the plain formula beside it, and that formula against the textbook."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_helpers import EOD, blocks, random_tokens
+from model_helpers import EOD, blocks, random_tokens, small_model
 
 FP32 = torch.float32
 
@@ -399,10 +400,27 @@ def test_a_cpu_runs_the_references_in_fp32(tg):
         tg.choose_kernels(cpu, "on", "flex")
 
 
+def stand_in(monkeypatch, capability, shared_kib=227):
+    """A GPU of this compute capability that gives a block so much shared memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024))
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("shared_kib, small", [(227, False), (163, False), (99, True)])      # H100, A100, 4090
+def test_flexattention_takes_small_tiles_where_shared_memory_is_little(tg, monkeypatch, shared_kib, small):
+    kernels = tg.choose_kernels(stand_in(monkeypatch, (8, 6), shared_kib))
+    assert kernels.flex and kernels.small_tiles is small
+    model = small_model()
+    model.kernels = kernels
+    masks = model.masks(torch.zeros(1, 64, dtype=torch.int32), 3)
+    assert [mask.small_tiles for mask in masks.values()] == [small] * 2
+
+
 @pytest.mark.parametrize("capability, fp8", [((9, 0), True), ((8, 9), True), ((8, 0), False)])
 def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
+    gpu, bf16 = stand_in(monkeypatch, capability), torch.bfloat16
     assert tg.choose_kernels(gpu) == tg.Kernels(True, True, fp8, True, bf16)
     assert tg.choose_kernels(gpu, fp8="off") == tg.Kernels(True, True, False, True, bf16)
     assert tg.choose_kernels(gpu, attention="dense") == tg.Kernels(True, False, fp8, True, bf16)
@@ -418,9 +436,8 @@ def test_a_gpu_runs_the_fast_paths_that_it_has(tg, monkeypatch, capability, fp8)
 
 
 def test_a_gpu_without_bf16_matrix_units_is_refused(tg, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(tg.Refusal, match="cuda:0: compute capability 7.5 has no bf16.*expected 8.0"):
-        tg.choose_kernels(torch.device("cuda", 0))
+        tg.choose_kernels(stand_in(monkeypatch, (7, 5)))
 
 
 @pytest.mark.recipe
@@ -434,35 +451,43 @@ def test_small_presets_take_dense_attention_on_a_gpu_too(tg):
 
 
 @pytest.mark.gpu
-def test_compiled_flex_attention_equals_dense_attention_on_a_gpu(tg):
+@pytest.mark.parametrize("small_tiles", [False, True])
+def test_compiled_flex_attention_equals_dense_attention_on_a_gpu(tg, small_tiles):
     segments = tg.segment_ids(random_tokens(2, 1024, every=200), EOD).cuda()
     upstream, found = normal(2, 1024, 2, 128, seed=9).cuda().bfloat16(), []
     for build, attend in ((tg.dense_mask, tg.attend), (tg.block_mask, torch.compile(tg.attend, dynamic=False))):
         qkv = attention_case(T=1024, D=128, dtype=torch.bfloat16, device="cuda")
-        y = attend(*qkv, build(segments, blocks(3).cuda(), 128), 0.12, 128)
+        mask = build(segments, blocks(3).cuda(), 128)._replace(small_tiles=small_tiles)
+        y = attend(*qkv, mask, 0.12, 128)
         found.append((y, *torch.autograd.grad(y, qkv, upstream)))
     for dense, fast in zip(*found):
         assert error(fast, dense) < 0.02
 
 
 @pytest.mark.gpu
-def test_the_mass_by_compiled_flex_attention_equals_the_dense_one_on_a_gpu(tg):
+@pytest.mark.parametrize("small_tiles", [False, True])
+def test_the_mass_by_compiled_flex_attention_equals_the_dense_one_on_a_gpu(tg, small_tiles):
     q, k, tokens, targets, segments = mass_case(T=1024, D=128, dtype=torch.bfloat16, device="cuda")
-    found = [mass_and_gradients(run, q, k, tokens, targets, build(segments, blocks(3).cuda(), 128), 128)
-             for run, build in ((tg.attention_mass, tg.dense_mask),
-                                (torch.compile(tg.attention_mass, dynamic=False, fullgraph=True), tg.block_mask))]
+    compiled = torch.compile(tg.attention_mass, dynamic=False, fullgraph=True)
+    masks = [build(segments, blocks(3).cuda(), 128) for build in (tg.dense_mask, tg.block_mask)]
+    found = [mass_and_gradients(run, q, k, tokens, targets, mask._replace(small_tiles=small_tiles), 128)
+             for run, mask in zip((tg.attention_mass, compiled), masks)]
     for dense, fast in zip(*found):
         assert error(fast, dense) < 0.02
 
 
 @pytest.mark.gpu
-def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg):
+@pytest.mark.parametrize("num_further", (0, 2))
+def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg, num_further):
+    """By the kernel, and (for a number of rows that it doesn't take) by the reference."""
     if not tg.choose_kernels(torch.device("cuda", 0)).fp8:
         pytest.skip("this GPU has no fp8")
-    case = [t.cuda() for t in head_case(torch.bfloat16, T=512, K=256, V=1024)]
-    wanted = tg.head_gradients(*case, SOFTCAP, False)
-    for run in (tg.head_gradients, torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)):
-        loss, dx, dw, *_ = run(*case, SOFTCAP, True)
+    compiled = torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)
+    for T, run in ((512, tg.head_gradients), (512, compiled), (528, tg.head_gradients)):
+        case = [t.cuda() for t in head_case(torch.bfloat16, T=T, K=256, V=1024)]
+        more = [t.cuda() for t in further_case(T, 1024)] if num_further else []
+        loss, dx, dw, *_ = run(*case, SOFTCAP, True, *more)
+        wanted = tg.head_gradients(*case, SOFTCAP, False, *more)
         assert error(loss, wanted[0]) < 2e-3 and error(dx, wanted[1]) < 0.09 and error(dw, wanted[2]) < 0.09
 
 

@@ -282,7 +282,8 @@ def test_a_number_that_is_not_finite_is_named_with_its_step(tg, tmp_path, bad):
     watch.push(4, 64, 1.0, torch.tensor([3.0, bad, 0.0]))
     clock.step_done()
     with pytest.raises(tg.Failure, match="^step 5: not a finite number: gradient of embed. Lower the"):
-        watch.push(5, 64, 1.0, torch.tensor([bad, 1.0, 0.0]))
+        watch.push(5, 64, 1.0, torch.tensor([3.0, 1.0, 0.0]))
+    watch.push(5, 64, 1.0, torch.tensor([bad, 1.0, 0.0]))
     with pytest.raises(tg.Failure, match="^step 6: not a finite number: loss. Lower the"):
         watch.look()
     watch.look()

@@ -345,8 +345,7 @@ def test_warm_up_restores_every_byte_and_runs_every_shape(tg, files, tmp_path, m
     log = tg.RunLog(str(tmp_path), tg.World())
     tg.warmup(run, log)
     log.close()
-    assert set(shapes) == {((6, 64), 128, True), ((12, 64), 128, True), ((24, 64), 128, True), ((24, 64), 0, True),
-                           ((24, 64), 0, False)}
+    assert set(shapes) == {((6, 64), 128, True), ((12, 64), 128, True), ((24, 64), 128, True), ((24, 64), 0, False)}
     assert torch.equal(rng, torch.get_rng_state())
     for key, t in run.optimizer.gathered():
         assert before[key].numpy().tobytes() == t.numpy().tobytes(), key
@@ -458,7 +457,7 @@ def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypa
 # ---- pace ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [40, 41, 60])
+@pytest.mark.parametrize("steps", [20, 21, 60])
 def test_after_twenty_steps_the_log_says_how_long_the_run_takes(tg, files, tmp_path, monkeypatch, steps):
     """Tokens to come at the pace of the tokens so far, as later steps are larger."""
     monkeypatch.setattr(tg.Clock, "elapsed_ms", lambda self: 33_000.0)
@@ -466,7 +465,7 @@ def test_after_twenty_steps_the_log_says_how_long_the_run_takes(tg, files, tmp_p
     answer, config = call_main(options, tmp_path), tg.parse_config(options)[0]
     rows = [tg.rows_at(config, step) for step in range(steps)]
     said = [int(line.split()[-2]) for line in answer.events.splitlines() if "at this pace" in line]
-    assert said == [round(33 * sum(rows) / sum(rows[:21]))] * (steps > 40)
+    assert said == [round(33 * sum(rows) / sum(rows[:21]))] * (steps > 20)
     assert steps < 60 or said[0] > 33 * steps / 21
 
 
