@@ -3,7 +3,8 @@
     python records/export.py CHECKPOINT OUT.safetensors [--dtype=float32|bfloat16]
 
 Layout: one tensor for each parameter, under the name and in the shape that it has in train_gpt.py's GPT:
-    embed, head                         [padded vocabulary, model_dim]; rows from vocab_size on only pad
+    embed                               [padded vocabulary, model_dim], the output head too; rows from vocab_size
+                                        on only pad
     value_embeds                        [padded vocabulary, value layers * heads * head_dim]
     ngrams                              [orders * table_rows + 1, model_dim]; the last row is zero
     ngram_mix                           []: of the n-grams in x0
@@ -17,7 +18,7 @@ Layout: one tensor for each parameter, under the name and in the shape that it h
     blocks.N.attention.gates            [heads, 16]: of the output
     blocks.N.up, .down                  [mlp_dim, model_dim]; down is transposed
     blocks.N.mlp_scale, .mix            [], [2]: of x and x0
-The record has 3.57 billion numbers, 3.22 of them in ngrams: 14.3 GB in float32, 7.1 GB in bfloat16. The signs
+The record has 6.71 billion numbers, 6.44 of them in ngrams: 26.8 GB in float32, 13.4 GB in bfloat16. The signs
 of the n-grams are no parameter: GPT draws them with seed 1.
 Metadata (text): format ("pt"), config (JSON of train_gpt.Config), tokenizer, step, run_id, source_sha256.
 load_example.py reads it.

@@ -103,7 +103,7 @@ def misspelt(rng, key):
 def fitting(rng):
     """Options of a shape that should work: sizes that divide each other, down to the smallest there are."""
     block, layers = rng.choice([1, 2, 3, 8, 16]), rng.randrange(1, 7)
-    row, vocab = block * rng.randrange(1, 9), rng.choice([61, 61, 61, 100, 128, 129, 1000])
+    row, vocab = block * rng.choice([1, 3, 8, 16, 16]), rng.choice([61, 61, 61, 100, 128, 129, 1000])
     long, value = rng.randrange(layers), rng.choice(["", *range(layers)])
     without = rng.choice(["", *({*range(layers)} - {long, value})])
     return [f"--{key}={value}" for key, value in dict(
@@ -113,7 +113,7 @@ def fitting(rng):
         num_layers=layers, no_attention_layers=without, value_layers=value, num_heads=rng.randrange(1, 4),
         head_dim=4 * rng.randrange(2, 5), qk_dim=4 * rng.randrange(2, 5), copy_dim=rng.choice([8, 9, 16]),
         model_dim=rng.choice([16, 17, 32]), mlp_dim=rng.choice([1, 3, 64]), long_layers=long,
-        table_rows=rng.choice([0, 1, 50, 997]), table_orders=rng.choice(["1", "2,3", "4", "2,3,4"]),
+        table_rows=rng.choice([0, 1, 1, 50, 997, 997]), table_orders=rng.choice(["1", "2,3", "4", "2,3,4"]),
         num_steps=rng.choice([1, 2, 5, 300]), micro_rows=rng.choice([1, 2, 6, 100])).items()]
 
 

@@ -231,7 +231,7 @@ def test_validation_compiles_nothing_but_its_loss(tg, files, monkeypatch):
     monkeypatch.setattr(tg, "find_compiler", lambda: "not needed")
     run = small_run(files, compile="on", num_steps=8)
     step = 4                                             # 12 rows, candidates; the last stage has 24
-    run.config = replaced(run.config, micro_rows=12)
+    run.micro_rows = 12
     batches = list(small_batches(run))
     take_step(run, step, batches[step])
     before = counters["stats"]["unique_graphs"]
