@@ -607,7 +607,8 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
     if fp8:
         g8 = (grad * G_SCALE).to(torch.float8_e5m2)
         dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
-        dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE), fast_sums=False)
+        dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE),
+                        fast_sums=False)
     else:
         grad = grad.to(x.dtype)
         dx, dw = grad @ w, grad.t() @ x
@@ -777,7 +778,7 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
              num_partial_queries, with_diagonal(run(full_high), torch.zeros_like(high)),
              i - full_low, run(full_low),
              full_high - i, run((i + 1).expand_as(full_high)))
-    lists = tuple(t.to(torch.int32)[:, None].contiguous() for t in lists)     # [B, 1, n], [B, 1, n, n] in turn
+    lists = tuple(t.to(torch.int32)[:, None].contiguous() for t in lists)    # [B, 1, n], [B, 1, n, n] in turn
     return Mask(segments_BT, same_document(segments_BT, 1), blocks=lists)
 
 
@@ -798,7 +799,7 @@ SMALL_TILES = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_stages=2, bwd_num_sta
                    bwd_BLOCK_M1=32, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=32)
 
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
-    """softmax(scale * q.k) v under the mask: FlexAttention over lists of blocks, or SDPA over a dense mask."""
+    """softmax(scale * q.k) v under the mask: FlexAttention over lists of blocks or SDPA over a dense mask."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTHD, k_BTHD, v_BTHD))
     if mask.blocks is None:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale)
@@ -808,7 +809,7 @@ def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: fl
     return y.transpose(1, 2)
 
 
-NO_MATCH = -1e4        # score of a key that doesn't match: its exp is 0, and no NaN arises where no key matches
+NO_MATCH = -1e4        # score of a key that doesn't match: its exp is 0, without a NaN where no key matches
 
 def dense_scores(q_BTD: Tensor, k_BTD: Tensor, dense: Tensor) -> Tensor:
     """q.k / sqrt(D) in fp32, [B, T, T]; -inf where the mask [B, 1, T, T] lets a query not see a key."""
@@ -1678,7 +1679,7 @@ class TokenStream:
 
     def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
         """int64 [documents]: a hash of the first length tokens after the mark, of each document of shard k
-        that has so many: the sum of tokens, each times its place's random odd number (Carter and Wegman 1979)."""
+        that has so many: the sum of tokens, each times its place's random number (Carter, Wegman 1979)."""
         tokens = self.shards[k]
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
         lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
@@ -2611,7 +2612,7 @@ def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iter
     for p in others:
         p.normal_(generator=generator)
         if p.ndim > 1:
-            p.mul_(p.size(-1) ** -0.5)
+            p.mul_(max(1, p.size(-1)) ** -0.5)
         else:
             p.mul_(0.2).add_(0.5)
     yield
@@ -2622,7 +2623,7 @@ def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iter
 
 def probe(run: Run) -> list[str]:
     """What is wrong with the validation pass: predictions move that may not, or none does (the last case).
-    With random weights nothing is zero or saturated, so any way from a changed token to a prediction moves it.
+    With random weights nothing is zero or saturated, so any way from a changed token to a prediction shows.
     Ids are drawn as text has them (Zipf's law), so that both copies and the softmax decide losses."""
     c, device = run.config, run.world.device
     if c.vocab_size < 3:

@@ -136,7 +136,7 @@ def refusal(path, data):
     (raw_shard(pat(10, 97, 1), version=2), ["20240520/2", "20240520/1", "version"]),
     (raw_shard(pat(10, 97, 1), magic=1), ["1/1", "20240520/1"]),
     (np.array([20240520, 1, 9, *[0] * 253], dtype=">i4").tobytes() + bytes(18), ["big-endian"]),
-    (gzip.compress(named_shard("TRAIN_A")), ["gzip"]),
+    (gzip.compress(named_shard("TRAIN_A"), mtime=0), ["gzip"]),
     (b"<!DOCTYPE html><title>429</title>" + b" " * 2000, ["web page"]),
     (b'{"error": "not found"}', ["JSON"]),
 ])
@@ -335,10 +335,10 @@ def test_every_kind_of_input(tmp_path, capsys):
 
     (source / "a.txt").write_text(*add("one file\n\nis one document\n"))
     (source / "deep" / "b.md").write_bytes(b"\xef\xbb\xbf" + add("# a title, after a byte order mark\r\n")[0].encode())
-    (source / "c.txt.gz").write_bytes(gzip.compress(add("packed " * 50)[0].encode()))
+    (source / "c.txt.gz").write_bytes(gzip.compress(add("packed " * 50)[0].encode(), mtime=0))
     write_jsonl(source / "d.jsonl", add("first line", "second\nwith a break", ""))
     strings = "\n".join(json.dumps(x) for x in add("bare", "strings"))
-    (source / "e.jsonl.gz").write_bytes(gzip.compress(strings.encode()))
+    (source / "e.jsonl.gz").write_bytes(gzip.compress(strings.encode(), mtime=0))
     rows = pyarrow.table({"id": [1, 2], "text": list(add("row one", "row two \u00fc"))})
     parquet.write_table(rows, source / "f.parquet")
     (source / "ignored.csv").write_text("1,2")
@@ -617,7 +617,7 @@ def test_bad_input_is_one_readable_line(tmp_path, monkeypatch, capsys, argv, sai
     Path("null.jsonl").write_text('{"text": null}\n')
     Path("wide.txt").write_bytes("text".encode("utf-16"))
     Path("thing.json").write_text("{}")
-    Path("broken.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
+    Path("broken.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20])
     Path("broken.parquet").write_bytes(b"PAR1 no")
     Path("empty").mkdir()
     if not any("tokenizer" in x for x in argv):
@@ -632,12 +632,13 @@ PROSE = "A line of prose, long enough to be one.\n"
 
 
 @pytest.mark.parametrize("name, data, said", [      # L5 and L8: damaged and foreign inputs
-    ("a.txt.gz", gzip.compress(PROSE.encode())[:10] + bytes([gzip.compress(PROSE.encode())[10] | 7])
-     + gzip.compress(PROSE.encode())[11:], "reading failed"),
-    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:10] + b"\xff" * 20, "reading failed"),
+    ("a.txt.gz", gzip.compress(PROSE.encode(), mtime=0)[:10] + bytes([gzip.compress(PROSE.encode(), mtime=0)[10] | 7])
+     + gzip.compress(PROSE.encode(), mtime=0)[11:], "reading failed"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}', mtime=0)[:10] + b"\xff" * 20, "reading failed"),
     ("a.txt.gz", PROSE.encode() * 9, "reading failed"),
-    ("a.txt.gz", gzip.compress(gzip.compress(PROSE.encode())), "gzip data"),
-    ("a.txt", gzip.compress(PROSE.encode()), "gzip data"), ("a.jsonl", gzip.compress(b'{"text": "x"}'), "gzip data"),
+    ("a.txt.gz", gzip.compress(gzip.compress(PROSE.encode(), mtime=0)), "gzip data"),
+    ("a.txt", gzip.compress(PROSE.encode(), mtime=0), "gzip data"),
+    ("a.jsonl", gzip.compress(b'{"text": "x"}', mtime=0), "gzip data"),
     ("a.txt", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "NUL bytes"), ("a.png", b"\x89PNG\r\n\x1a\n\0\0", "NUL bytes"),
     ("a.arrow", b"\xff\xff\xff\xff\x10\x01\0\0", "NUL bytes"), ("a.txt", b"PAR1 x PAR1", "parquet"),
     ("a.txt", PROSE.encode("utf-16-le"), "NUL bytes"), ("a.txt", PROSE.encode() * 4000 + b"\0\n", "NUL bytes"),
@@ -709,7 +710,7 @@ def test_a_folder_follows_links_once_and_counts_what_it_leaves_out(tmp_path, cap
 
 
 @pytest.mark.parametrize("data, code, said", [
-    (gzip.compress(b"one\ntwo\nthree\n"), 2, "gzip data"), ("one\ntwo\n".encode("utf-16"), 2, "UTF-16"),
+    (gzip.compress(b"one\ntwo\nthree\n", mtime=0), 2, "gzip data"), ("one\ntwo\n".encode("utf-16"), 2, "UTF-16"),
     (b'{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n', 0, "looks like JSON lines"),
     (b"id,text,label\n1,some,x\n2,more,y\n3,last,z\n", 0, "looks like a table"),
     (b"One, two,\nthree, four,\nand no more\n", 0, "note: validation"),

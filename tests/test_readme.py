@@ -34,13 +34,13 @@ def test_it_is_short_and_its_sentences_are_too():
 def test_each_link_leads_to_something_that_is_there():
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if "://" not in target]
     missing = [target for target in targets if not (ROOT / target).exists()]
-    assert len(targets) > 8 and not missing, missing
+    assert len(targets) > 5 and not missing, missing
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_names_files_and_options_that_exist(command):
     words = shlex.split(command)
-    scripts = [word for word in words if word.endswith((".py", ".sh")) and not word.startswith(("attempts/", "--"))]
+    scripts = [word for word in words if word.endswith((".py", ".sh")) and "attempts/" not in word]
     assert all((ROOT / script).exists() for script in scripts), scripts
     if "train_gpt.py" in words and "compare.py" not in command and words[0] != "mkdir":
         options = [word for word in words[words.index("train_gpt.py") + 1:] if word != "--help"]

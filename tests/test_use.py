@@ -549,7 +549,8 @@ def test_the_example_loads_what_an_attempt_made_with_the_attempts_code(trained, 
     export.export(trained[0], tmp_path / "model.safetensors")
     attempt = tmp_path / "attempt.py"
     source = train_gpt_path().read_text()
-    attempt.write_text(source.replace("    seed: int = 0\n", "    seed: int = 0\n    idea: int = 1\n"))
+    section = "    # Machine\n"
+    attempt.write_text(source.replace(section, section + '    idea: int = setting(1, "of this attempt")\n'))
     model = tmp_path / "model.safetensors"
     status, said, errors = call_process("load_example.py", model, "hello", TRAIN_GPT=str(attempt))
     assert status == 2 and "differs in idea" in errors and len(errors.splitlines()) == 1, errors
