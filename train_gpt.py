@@ -1654,7 +1654,7 @@ class TokenStream:
 
     def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
         """int64 [documents]: a hash of the first length tokens after the mark, of each document of shard k
-        that has so many: the sum of tokens, each times its place's random odd number (Carter and Wegman 1979)."""
+        that has so many: the sum of tokens times odd random numbers (Carter and Wegman 1979)."""
         tokens = self.shards[k]
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
         lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
@@ -2600,7 +2600,7 @@ def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iter
 
 def probe(run: Run) -> list[str]:
     """What is wrong with the validation pass: predictions move that may not, or none does (the last case).
-    With random weights nothing is zero or saturated, so any way from a changed token to a prediction moves it.
+    With random weights nothing is zero or saturated: any way from a changed token to a prediction moves it.
     Ids are drawn as text has them (Zipf's law), so that both copies and the softmax decide losses."""
     c, device = run.config, run.world.device
     if c.vocab_size < 3:

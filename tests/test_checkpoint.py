@@ -295,10 +295,10 @@ def test_facts_that_lack_something_are_refused_by_name(tg, straight, tmp_path, c
 @pytest.mark.parametrize("steps, found", [(None, "nothing"), ("2", "str")])
 def test_a_bank_without_its_steps_is_refused_by_name(tg, straight, refused, tmp_path, steps, found):
     def change(facts, whole):
-        del facts["bank_steps"]["head"]
-        facts["bank_steps"] |= {} if steps is None else dict(head=steps)
+        del facts["bank_steps"]["embed"]
+        facts["bank_steps"] |= {} if steps is None else dict(embed=steps)
     checkpoint = rewrite(tg, checkpoints_in(straight[0])[0], tmp_path / "run", change)
-    assert f"bank_steps of head differs: {found} in the checkpoint, int in this run" in refused(checkpoint)
+    assert f"bank_steps of embed differs: {found} in the checkpoint, int in this run" in refused(checkpoint)
 
 
 @pytest.mark.slow
