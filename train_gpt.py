@@ -18,10 +18,8 @@ The rooms, in the order in which names flow (a room uses only rooms above it): 0
 # Keeps the text of this very file for the log, before slow imports give anyone time to edit it; then imports.
 # Importing has no side effects: no device, thread or environment. An attempt changes only the claim above.
 
-import time
 from pathlib import Path
 
-STARTED_S = time.monotonic()
 SOURCE = Path(__file__).read_bytes().decode("utf-8")     # byte for byte: read_text would change \r\n to \n
 if not SOURCE.endswith("\n"):
     SOURCE += "\n"                                       # the log's fence needs a line of its own
@@ -45,6 +43,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import typing
 import uuid
 from collections import Counter, deque
@@ -2003,6 +2002,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def process_age_s() -> float:
+    """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start_ticks = int(after_name[19])        # proc(5): field 22, starttime, since the machine's start
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.process_time()
+
+
 class Clock:
     """Honest time: starts and pauses wait for the device; steps are timed by events, read one step late."""
     def __init__(self, device: torch.device):
@@ -2340,7 +2349,7 @@ def warmup(run: Run, log: RunLog) -> None:
         tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
         for _ in range(2):               # the first step compiles, the second records
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
-            log.event(f"note: warm-up with {num_rows} rows, at {time.monotonic() - STARTED_S:.1f} s")
+            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
     run.model(tokens, tokens.clone(), View(c.val_window_blocks))
     for t, before in saved:
@@ -2371,7 +2380,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         self_check(run, log)
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
-    time_to_first_step_s = round(time.monotonic() - STARTED_S, 2)
+    time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
     with stop_signals() as signals, profiler_of(c, log) as profiler, contextlib.closing(store):
         result = loop(run, progress, store, signals, profiler, saved["step"] if saved else 0)
