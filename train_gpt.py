@@ -17,10 +17,8 @@ A room uses only rooms above it: 0 Door, 1 Configuration, 2 World, 3 Kernels, 4 
 # Keeps the text of this very file for the log, before slow imports give anyone time to edit it; then imports.
 # Importing has no side effects: no device, thread or environment. An attempt changes only the claim above.
 
-import time
 from pathlib import Path
 
-STARTED_S = time.monotonic()
 # Byte for byte (read_text would change \r\n to \n), and with a last line end, which the log's fence needs
 SOURCE = Path(__file__).read_bytes().decode("utf-8").removesuffix("\n") + "\n"
 
@@ -43,6 +41,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -1679,7 +1678,7 @@ class TokenStream:
 
     def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
         """int64 [documents]: a hash of the first length tokens after the mark, of each document of shard k
-        that has so many: the sum of tokens, each times its place's random number (Carter, Wegman 1979)."""
+        that has so many: the sum of tokens times odd random numbers (Carter and Wegman 1979)."""
         tokens = self.shards[k]
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
         lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
@@ -2014,6 +2013,16 @@ def fingerprint(path: str) -> str:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def process_age_s() -> float:
+    """Seconds since this process started (Linux; elsewhere the CPU time it took)."""
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start_ticks = int(after_name[19])        # proc(5): field 22, starttime, since the machine's start
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.process_time()
 
 
 class Clock:
@@ -2352,7 +2361,7 @@ def warmup(run: Run, log: RunLog) -> None:
         tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
         for _ in range(2):               # the first step compiles, the second records
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
-            log.event(f"note: warm-up with {num_rows} rows, at {time.monotonic() - STARTED_S:.1f} s")
+            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
     run.model(tokens, tokens.clone(), View(c.val_window_blocks))
     for t, before in saved:
@@ -2385,7 +2394,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         self_check(run, log)
     store = Store(Path(c.checkpoint_dir) / log.run_id, log)
     clock.synchronize()
-    time_to_first_step_s = round(time.monotonic() - STARTED_S, 2)
+    time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
     first = saved["step"] if saved else 0
     with stop_signals() as signals, profiler_of(c, log, first) as profiler, contextlib.closing(store):
@@ -2623,7 +2632,7 @@ def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iter
 
 def probe(run: Run) -> list[str]:
     """What is wrong with the validation pass: predictions move that may not, or none does (the last case).
-    With random weights nothing is zero or saturated, so any way from a changed token to a prediction shows.
+    With random weights nothing is zero or saturated: any way from a changed token to a prediction moves it.
     Ids are drawn as text has them (Zipf's law), so that both copies and the softmax decide losses."""
     c, device = run.config, run.world.device
     if c.vocab_size < 3:

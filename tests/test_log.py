@@ -313,6 +313,12 @@ def test_the_fingerprint_sees_begin_and_end_of_a_file(tg, tmp_path):
     assert tg.fingerprint(str(path)) != first
 
 
+def test_the_age_of_this_process_grows_in_seconds(tg):
+    first = tg.process_age_s()
+    time.sleep(0.05)
+    assert 0 < first < 86_400 and 0.03 < tg.process_age_s() - first < 5
+
+
 def test_a_command_that_fails_or_is_missing_gives_an_empty_text(tg):
     assert tg.run_quietly("this-command-does-not-exist") == ""
     assert tg.run_quietly(sys.executable, "-c", "import sys; print(1); sys.exit(3)") == ""
