@@ -2775,12 +2775,14 @@ COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that 
 @contextlib.contextmanager
 def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
     """While it is open, a second process of each host, where the GPU has memory for two models, compiles what
-    follows the blocks (they share a cache on disk). A deterministic run's graphs are others: none there."""
-    is_wanted = run.kernels.compile and run.world.local == 0 and run.config.deterministic == "off"
-    if not is_wanted or torch.cuda.mem_get_info()[0] < COMPILER_BYTES_PER_ROW * run.config.micro_rows:
+    follows the blocks (they share a cache on disk). Not in a deterministic run, whose graphs are others, nor
+    while it is still to be found out how many rows fit (micro_rows 0)."""
+    c, free = run.config, torch.cuda.mem_get_info()[0]
+    is_wanted = run.kernels.compile and run.world.local == 0 and c.deterministic == "off" and c.micro_rows > 0
+    if not is_wanted or free < COMPILER_BYTES_PER_ROW * c.micro_rows:
         yield
         return
-    options = [f"--preset={run.config.preset}", *(word for word in argv if not word.startswith("--preset="))]
+    options = [f"--preset={c.preset}", *(word for word in argv if not word.startswith("--preset="))]
     command = [sys.executable, os.path.abspath(__file__), COMPILE_BESIDE, *options]
     with subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL) as helper:
         try:
