@@ -636,7 +636,7 @@ PROSE = "A line of prose, long enough to be one.\n"
      + gzip.compress(PROSE.encode(), mtime=0)[11:], "reading failed"),
     ("a.jsonl.gz", gzip.compress(b'{"text": "x"}', mtime=0)[:10] + b"\xff" * 20, "reading failed"),
     ("a.txt.gz", PROSE.encode() * 9, "reading failed"),
-    ("a.txt.gz", gzip.compress(gzip.compress(PROSE.encode(), mtime=0)), "gzip data"),
+    ("a.txt.gz", gzip.compress(gzip.compress(PROSE.encode(), mtime=0), mtime=0), "gzip data"),
     ("a.txt", gzip.compress(PROSE.encode(), mtime=0), "gzip data"),
     ("a.jsonl", gzip.compress(b'{"text": "x"}', mtime=0), "gzip data"),
     ("a.txt", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "NUL bytes"), ("a.png", b"\x89PNG\r\n\x1a\n\0\0", "NUL bytes"),
