@@ -464,22 +464,22 @@ class Recorder:
     an input, a 0-D tensor. Not allowed in it: looks at values (.item(), if), collectives, random numbers."""
     def __init__(self, function: Callable, device: torch.device, is_recording: bool):
         self.function, self.device, self.is_recording = function, device, is_recording
-        self.records = {}                  # None: called once; then (graph, its inputs, its results)
+        self.graphs = {}                  # None: called once; then (graph, its inputs, its results)
         self.pool = torch.cuda.graph_pool_handle() if is_recording else None     # of memory, for all graphs
 
     def __call__(self, constants: tuple, *inputs: Tensor):
         key = constants, *(t.shape for t in inputs)
-        if not self.is_recording or key not in self.records:
-            self.records[key] = None
+        if not self.is_recording or key not in self.graphs:
+            self.graphs[key] = None
             return self.function(*constants, *(t.to(self.device, non_blocking=True) for t in inputs))
-        if self.records[key] is None:
+        if self.graphs[key] is None:
             graph = torch.cuda.CUDAGraph()
             own_inputs = [torch.zeros_like(t, device=self.device) for t in inputs]
             # thread_local: other threads (the loader, NCCL's watchdog) may go on calling CUDA
             with torch.cuda.graph(graph, self.pool, torch.cuda.current_stream(), "thread_local"):
                 results = self.function(*constants, *own_inputs)
-            self.records[key] = graph, own_inputs, results
-        graph, own_inputs, results = self.records[key]
+            self.graphs[key] = graph, own_inputs, results
+        graph, own_inputs, results = self.graphs[key]
         for own, t in zip(own_inputs, inputs):
             own.copy_(t, non_blocking=True)
         graph.replay()
@@ -555,7 +555,7 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
 # fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
 X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
-G_SCALE = 8192.0        # e5m2 holds gradients up to 7; they are at most cap / (4 width), 0.77 for the record
+G_SCALE = 8192.0        # e5m2 holds gradients up to 7; the record's are at most 1.75 cap / (4 width) = 1.34
 
 def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
                    cap_shift_width: tuple[float, float, float], further_weights: Tensor | None):
@@ -570,7 +570,7 @@ def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Te
     log_mixture = torch.logaddexp(log_lm + log_p[0], log_copy)
     losses = -log_mixture * has_target[0]
     shares = (log_lm + log_p[0] - log_mixture).exp()[None]
-    if further_weights is not None:
+    if len(targets) > 1:
         losses = losses - (further_weights[:, None] * log_p[1:] * has_target[1:]).sum(0)
         shares = torch.cat((shares, further_weights[:, None].expand_as(log_p[1:])))
     return losses, logsumexp, shares * has_target
@@ -599,9 +599,8 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
     else:
         logits = F.linear(x, w)
     all_targets = targets[None] if further is None else torch.cat((targets[None], further))
-    weights = None if further is None else further_weights
     losses, logsumexp, shares = softmax_losses(logits, all_targets, log_lm, log_copy, cap_shift_width,
-                                               weights)
+                                               further_weights)
     grad = logits_gradient(logits, logsumexp, all_targets, shares, cap_shift_width)
     if fp8:
         g8 = (grad * G_SCALE).to(torch.float8_e5m2)
@@ -618,16 +617,15 @@ class HeadLoss(torch.autograd.Function):
     """head_gradients as a differentiable scalar. gradients is head_gradients, compiled or not. The forward
     pass does all the work; the backward pass only multiplies by the gradient from above."""
     @staticmethod
-    def forward(ctx, gradients, x, w, targets, log_lm, log_copy, *more):
-        loss, *saved = gradients(x, w, targets, log_lm, log_copy, *more)
-        ctx.num_more = len(more)
+    def forward(ctx, gradients, x, w, targets, log_lm, log_copy, cap_shift_width, fp8, further, weights):
+        loss, *saved = gradients(x, w, targets, log_lm, log_copy, cap_shift_width, fp8, further, weights)
         ctx.save_for_backward(*saved)
         return loss
 
     @staticmethod
     def backward(ctx, upstream):
         dx, dw, d_lm, d_copy = (t * upstream.to(t.dtype) for t in ctx.saved_tensors)
-        return None, dx, dw, None, d_lm, d_copy, *[None] * ctx.num_more
+        return None, dx, dw, None, d_lm, d_copy, None, None, None, None
 
 
 def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor]:
@@ -650,7 +648,7 @@ def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[
     return ids, columns.masked_fill(columns == count, -1)
 
 
-def run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
+def sums_by_id(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
     """Sums of gradients that belong to the same id. ordered [M]: the ids, sorted; place [M]: where in
     grads [M, C] each one's gradient stands. -> [M, C]: the sum at the first of each id, zeros elsewhere.
     The order of a sum follows from the ids alone, so that all ranks get the same bits."""
@@ -662,7 +660,7 @@ def run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
 
 if triton is not None:
     @triton.jit
-    def run_sums_kernel(ordered, place, grads, out, M, C, grads_stride, ROWS: tl.constexpr,
+    def sums_by_id_kernel(ordered, place, grads, out, M, C, grads_stride, ROWS: tl.constexpr,
                         COLUMNS: tl.constexpr):
         """A program looks at one place in ordered, and if an id begins there, sums COLUMNS columns of its
         gradients, ROWS at a time."""
@@ -685,12 +683,12 @@ if triton is not None:
         tl.store(target, tl.sum(total, 0).to(out.dtype.element_ty), in_row)
 
 
-def fast_run_sums(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
-    """run_sums on a GPU, for short runs: most n-grams of a step come once. (A token that comes a thousand
+def fast_sums_by_id(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
+    """sums_by_id on a GPU, for short runs: most n-grams of a step come once. (A token that comes a thousand
     times would keep one program busy while the others are done: records/LOG.md.)"""
     (M, C), out = grads.shape, torch.empty_like(grads)
     columns = min(1024, triton.next_power_of_2(C))
-    run_sums_kernel[M, triton.cdiv(C, columns)](ordered, place, grads, out, M, C, grads.stride(0),
+    sums_by_id_kernel[M, triton.cdiv(C, columns)](ordered, place, grads, out, M, C, grads.stride(0),
                                                 ROWS=4, COLUMNS=columns)
     return out
 
@@ -755,7 +753,7 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
         """How many blocks j fulfil it, [B, i, j] -> [B, i]. It holds up to some j and not after it."""
         return condition.sum(-1, dtype=torch.int32)
 
-    def run(begin: Tensor) -> Tensor:
+    def counted_from(begin: Tensor) -> Tensor:
         """For each block i the list begin, begin + 1, ..: [B, n] -> [B, n, n]. Not all of it counts."""
         return (begin[:, :, None] + i).clamp(max=n - 1)
 
@@ -773,10 +771,10 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
     full_high = torch.maximum(full_high, i)
     num_partial_keys, num_partial_queries = full_low - low + 1, high - full_high + 1
     # In turn: how many count, and the list
-    lists = (num_partial_keys, with_diagonal(run(low), num_partial_keys - 1),
-             num_partial_queries, with_diagonal(run(full_high), torch.zeros_like(high)),
-             i - full_low, run(full_low),
-             full_high - i, run((i + 1).expand_as(full_high)))
+    lists = (num_partial_keys, with_diagonal(counted_from(low), num_partial_keys - 1),
+             i - full_low, counted_from(full_low),
+             num_partial_queries, with_diagonal(counted_from(full_high), torch.zeros_like(high)),
+             full_high - i, counted_from((i + 1).expand_as(full_high)))
     lists = tuple(t.to(torch.int32)[:, None].contiguous() for t in lists)    # [B, 1, n], [B, 1, n, n] in turn
     return Mask(segments_BT, same_document(segments_BT, 1), blocks=lists)
 
@@ -786,14 +784,12 @@ def flex_lists(mask: Mask, block: int) -> BlockMask:
     segments, T = mask.segments_BT, mask.segments_BT.size(1)
     def allowed(b, h, i, j):
         return (i >= j) & (segments[b, i] == segments[b, j])
-    partial_keys, partial_queries, full_keys, full_queries = (mask.blocks[n:n + 2] for n in (0, 2, 4, 6))
-    return BlockMask((T, T), *partial_keys, *full_keys, *partial_queries, *full_queries,
-                     BLOCK_SIZE=(block, block), mask_mod=allowed)
+    return BlockMask((T, T), *mask.blocks, BLOCK_SIZE=(block, block), mask_mod=allowed)
 
 
 # What FlexAttention's kernels hold at once, for GPUs with less shared memory (3090, 4090, L4: 99 KiB) than a
 # pipeline of three of the usual tiles takes: queries [128, 128] and thrice keys and values [64, 128] in bf16.
-USUAL_TILES_BYTES = 2 * 128 * (128 + 3 * 2 * 64)
+USUAL_TILES_BYTES = 2 * (128 * 128 + 3 * 2 * 64 * 128)
 SMALL_TILES = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_stages=2, bwd_num_stages=1,
                    bwd_BLOCK_M1=32, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=32)
 
@@ -858,7 +854,7 @@ class Group(NamedTuple):
     lr: float
     betas: tuple[float | None, float | None] = (None, None)
     eps: float | None = None
-    # Where a step shrinks W, it takes another decay x lr x rate of W: 1.2 x 0.039^2 = 0.0018. rate is lr, or
+    # Where a step shrinks W, it takes another decay x lr x rate of W: 1.2 x 0.038^2 = 0.0017. rate is lr, or
     # lr sqrt(R / C) for a tall matrix of muon. With lr in it twice, decay falls faster than steps do with lr.
     decay: float = 0.0
     ema: bool = False            # the final weights are blended with their average over the end of the run
@@ -915,12 +911,12 @@ def adam_state(master: Tensor) -> dict[str, Tensor]:
     return {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
 
 
-def merge_rows(ids: Tensor, grads: Tensor, unused: int, sum_runs: Callable) -> tuple[Tensor, Tensor]:
-    """Sums the gradients [M, C] of equal ids [M] by run_sums or fast_run_sums. -> ids [M] in order, each
+def merge_rows(ids: Tensor, grads: Tensor, unused: int, sum_by_id: Callable) -> tuple[Tensor, Tensor]:
+    """Sums the gradients [M, C] of equal ids [M] by sums_by_id or fast_sums_by_id. -> ids [M] in order, each
     once, where it is repeated: unused; sums [M, C], zeros there. The host doesn't wait."""
     ordered, place = ids.sort(stable=True)
     is_repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
-    return ordered.masked_fill(is_repeated, unused), sum_runs(ordered, place, grads)
+    return ordered.masked_fill(is_repeated, unused), sum_by_id(ordered, place, grads)
 
 
 def rows_update(rows, grad, square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
@@ -955,7 +951,7 @@ RULES = {
     "rows": Rule(rows_update, ("lr", "beta2", "eps", "decay"), rows_state, "table")}
 
 def rule_inputs(group: Group, steps: int, lr_scale: float, momentum: float) -> dict[str, float | None]:
-    """All that a rule may read in update number steps (1, 2, ..). bias is the sum of an average's weights."""
+    """All that a rule may read in update number steps (1, 2, ..). bias1, bias2: Adam's bias corrections."""
     beta1, beta2 = group.betas
     bias1, bias2 = (None if beta is None else 1 - beta ** steps for beta in group.betas)
     return dict(lr=group.lr * lr_scale, momentum=momentum, beta1=beta1, beta2=beta2, bias1=bias1, bias2=bias2,
@@ -1071,9 +1067,9 @@ class DenseBank(Bank):
 class RowBank(Bank):
     """A table of which a step touches few rows. Every rank holds all of it and updates some columns of them.
     The last row is nobody's and stays as it is: look-ups without an answer and free slots point there."""
-    def __init__(self, group: Group, world: World):
-        (self.name, self.table), = group.params.items()
-        self.group, self.world, self.steps = group, world, 0
+    def __init__(self, group: Group, world: World, sum_by_id: Callable):
+        [(self.name, self.table)] = group.params.items()
+        self.group, self.world, self.steps, self.sum_by_id = group, world, 0, sum_by_id
         self.weight = self.master = self.table.data
         self.state = RULES[group.kind].state(self.weight)
         self.width = round_up(self.table.size(1), world.size) // world.size     # of a rank's columns
@@ -1094,7 +1090,7 @@ class RowBank(Bank):
     def update(self, function: Callable, numbers: dict[str, Tensor]) -> None:
         """Sums gradients by row, updates this rank's columns of these rows, and writes them on all ranks."""
         nobody = len(self.weight) - 1
-        ids, grads = merge_rows(self.ids, self.grads, nobody, self.run_sums)
+        ids, grads = merge_rows(self.ids, self.grads, nobody, self.sum_by_id)
         square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
         square = self.world.reduced(square) / self.table.size(1)
         second, seen = self.state["second"], self.state["seen"]
@@ -1149,9 +1145,11 @@ class Optimizer:
         self.banks, self.updates = [], {}
         for group in groups:
             check_group(group)
-            bank_class = RowBank if RULES[group.kind].layout == "table" else DenseBank
-            self.banks.append(bank_class(group, world))
-            self.banks[-1].run_sums = fast_run_sums if compiled else run_sums      # only a RowBank calls it
+            if RULES[group.kind].layout == "table":
+                bank = RowBank(group, world, fast_sums_by_id if compiled else sums_by_id)
+            else:
+                bank = DenseBank(group, world)
+            self.banks.append(bank)
         for kind, rule in RULES.items():
             self.updates[kind] = rule.update
             if compiled:
@@ -1381,7 +1379,7 @@ class Pointer(nn.Module):
         self.block = c.block_tokens
         self.copy_qk = matrix(3, c.copy_dim, c.model_dim, dtype=dtype)      # queries, keys, keys before
         self.sentinel_gates = nn.Parameter(torch.zeros(1, c.model_dim, dtype=dtype))
-        self.copy_scales = scalars(1.0, 16.0)        # of queries; bias of the sentinel: at first no copies
+        self.copy_scales = scalars(1.0, 16.0)     # of queries; bias of the sentinel, large: no copies yet
 
     def project(self, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, D], the sentinel's score [B, T]."""
@@ -1397,10 +1395,10 @@ class Pointer(nn.Module):
         total = torch.logaddexp(all_mass, sentinel)
         return sentinel - total, target_mass - total
 
-    def mix(self, x: Tensor, tokens: Tensor, log_p: Tensor, mask: Mask, dense: Tensor) -> Tensor:
-        """log_p of the softmax -> log probabilities of the mixture, [B, T, V]. dense: mask [B, 1, T, T]."""
+    def mix(self, x: Tensor, tokens: Tensor, log_p: Tensor, mask: Mask) -> Tensor:
+        """log_p of the softmax -> log probabilities of the mixture, [B, T, V]. The mask is a dense one."""
         q, k, sentinel = self.project(x, mask)
-        scores = dense_scores(q, k, dense)
+        scores = dense_scores(q, k, mask.dense)
         total = torch.logaddexp(scores.logsumexp(-1), sentinel)[..., None]
         copies, p = (scores - total).exp(), (sentinel[..., None] - total + log_p).exp()
         copied_ids = tokens.long()[:, None].expand_as(copies)
@@ -1476,8 +1474,7 @@ class GPT(nn.Module):
             return self.loss(x, tokens_BT, targets_BT, masks["long"], view)
         log_p = softcap(F.linear(x, self.embed), self.config.softcap).log_softmax(-1)
         window = torch.full_like(segments[0, 0], view.window)
-        dense = dense_mask(segments, window, self.config.block_tokens).dense
-        return self.pointer.mix(x, tokens_BT, log_p, masks["long"], dense)
+        return self.pointer.mix(x, tokens_BT, log_p, dense_mask(segments, window, self.config.block_tokens))
 
     def loss(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask, view: View) -> Tensor:
         """Summed loss of final states [B, T, E], row by row."""
@@ -1498,10 +1495,10 @@ class GPT(nn.Module):
             targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
             if further is not None:
                 further = torch.where(further < 0, -1, columns[further.clamp(min=0).long()])
-        inputs, more = (x_TE, w, targets, log_lm, log_copy), (further, view.further_weights)
+        inputs, weights = (x_TE, w, targets, log_lm, log_copy, c.softcap), view.further_weights
         if view.training and self.kernels.compile:
-            return HeadLoss.apply(self.head_gradients, *inputs, c.softcap, self.kernels.fp8, *more)
-        return self.cross_entropy(*inputs, c.softcap, *more)
+            return HeadLoss.apply(self.head_gradients, *inputs, self.kernels.fp8, further, weights)
+        return self.cross_entropy(*inputs, further, weights)
 
 
 class Family(NamedTuple):
@@ -1771,7 +1768,7 @@ def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, 
 
 def rows_per_rank(num_rows: int, size: int) -> int:
     """Rows of a step that each of size ranks gets. Where they don't divide, the last ranks get empty ones."""
-    return -(-num_rows // size)
+    return math.ceil(num_rows / size)
 
 
 def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
@@ -1787,7 +1784,7 @@ def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, 
             fill_row(planner.stream, spans, inputs[i], targets[i])
         return Batch(inputs, targets, planner.position)
     with ThreadPoolExecutor(1) as pool:
-        futures = (pool.submit(prepare, *step) for step in plan)
+        futures = (pool.submit(prepare, *step) for step in plan)       # submitted when islice takes them
         waiting = deque(itertools.islice(futures, ahead + 1))
         while waiting:
             yield waiting.popleft().result()
@@ -1837,7 +1834,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "record": RECORD,
     "sprint": tuple(stage._replace(batch_share=1.0) for stage in RECORD),
     "plain": tuple(stage._replace(batch_share=share, mtp=(0.0, 0.0))
-                   for stage, share in zip(RECORD, (0.25, 0.5, 1.0, 1.0)))}
+                   for stage, share in zip(RECORD, (0.25, 0.5, 1.0, 1.0), strict=True))}
 
 def stage_at(c: Config, step: int) -> Stage:
     """The stage of a step; past the end: the last one."""
@@ -2069,8 +2066,8 @@ class Clock:
                 self.step_ms.append(1e3 * (end - begin))
 
     def elapsed_ms(self) -> float:
-        now = time.perf_counter()
-        return self.total_ms + 1e3 * (now - (self.resumed_at or now))
+        running_s = 0.0 if self.resumed_at is None else time.perf_counter() - self.resumed_at
+        return self.total_ms + 1e3 * running_s
 
 
 class Store:
@@ -2211,16 +2208,17 @@ class Progress:
     def push(self, step: int, tokens: int, lr: float, stats: Tensor) -> None:
         """Note a step (counted from 0; tokens of all ranks) and look at the one before. stats (loss, each
         bank's squared gradient norm, stop) reach the CPU before the step is done."""
-        self.look(keep=1)
+        self.report_waiting(newer_steps=1)
         self.waiting = step + 1, tokens, lr, stats
         self.tokens += tokens
 
-    def look(self, keep: int = 0) -> None:
-        """Write the waiting step's line, if due. keep: steps done since. Raises Failure: not finite."""
+    def report_waiting(self, newer_steps: int = 0) -> None:
+        """Write the waiting step's line, if due. newer_steps: those queued after it, which nobody waits for.
+        Raises Failure for numbers that are not finite."""
         if self.waiting is None:
             return
         (done, tokens, lr, stats), self.waiting = self.waiting, None
-        self.clock.collect(keep)                 # waits until the stats have arrived
+        self.clock.collect(newer_steps)                 # waits until the stats have arrived
         c = self.config
         loss, *squared_norms, stop = stats.tolist()
         gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
@@ -2283,14 +2281,14 @@ def plan_from(c: Config, first: int) -> list[tuple[int, int]]:
 
 def last_steps(c: Config) -> list[int]:
     """The last step of each stage: together they have all shapes of the training."""
-    return list({stage_at(c, step): step for step in range(c.num_steps)}.values())
+    return list({stage_at(c, step): step for step in range(c.num_steps)}.values())     # later ones overwrite
 
 
 def train_view(run: Run, step: int) -> View:
     """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps, whatever
-    the number of ranks; the spare number keeps steps apart that round their rows up."""
+    the number of ranks."""
     c, world = run.config, run.world
-    rows_per_step = c.batch_tokens // c.row_tokens + 1
+    rows_per_step = c.batch_tokens // c.row_tokens + 1      # one to spare; other numbers draw other negatives
     first_row = step * rows_per_step + world.rank * rows_per_rank(rows_at(c, step), world.size)
     # filled on the device: a copy from the host would wait for it
     row, *weights = (torch.full((), number, device=world.device)
@@ -2322,14 +2320,14 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
     ranks' stop. Empty rows don't count in the mean."""
     c, world = run.config, run.world
     view, rows, step_tokens = train_view(run, step), rows_at_once(run, step), rows_at(c, step) * c.row_tokens
-    constants = view._replace(row=0, further_weights=None), step_tokens
+    constants = view._replace(row=0, further_weights=None), step_tokens      # what changes is an input
     loss, touched = torch.zeros((), device=world.device), run.model.ngrams.touched
     for first in range(0, len(batch.inputs), rows):
         inputs, targets = batch.inputs[first:first + rows], batch.targets[first:first + rows]
         part_loss, ids, grads = run.forward_backward(constants, inputs, targets, view.row + first,
                                                      view.further_weights)
         loss += part_loss
-        if first + rows < len(batch.inputs):             # else nothing will overwrite them
+        if first + rows < len(batch.inputs):             # the next pass replays into the same tensors
             ids, grads = ids.clone(), grads.clone()
         touched.append((ids, grads))
     norms = run.optimizer.step(lr_scale, momentum_at(c, step))
@@ -2441,7 +2439,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
             result |= dict(status="stopped", step=step, val_loss=None, signal=stopped_by)
         elif is_last or (c.val_every_steps and step % c.val_every_steps == 0):
             clock.pause()                                 # validation is not timed
-            progress.look()
+            progress.report_waiting()
             loss = evaluate(run)
             log.event(f"step:{step}/{c.num_steps} val_loss:{loss:.4f} train_time:{clock.total_ms:.0f}ms "
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
@@ -2493,7 +2491,8 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
     """-> config with what the shards' dataset.json says, training and validation stream. Raises Refusal."""
     train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
     cards = [card for card in map(dataset_card, (train_paths, val_paths)) if card]
-    refuse_if(cards[:1] != cards[-1:], f"train and validation shards were made differently: {cards}")
+    refuse_if(len(cards) == 2 and cards[0] != cards[1],
+              f"train and validation shards were made differently: {cards}")
     in_training = set(map(fingerprint, train_paths))
     overlap = [path for path in val_paths if fingerprint(path) in in_training]
     refuse_if(overlap != [], f"train_files and val_files overlap ({overlap}): such a loss would mean nothing")
@@ -2561,16 +2560,17 @@ def check_memory(c: Config, world: World, kernels: Kernels) -> None:
         of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         of_process, _ = resource.getrlimit(resource.RLIMIT_AS)           # ulimit -v
         there = of_machine if of_process == resource.RLIM_INFINITY else min(of_machine, of_process)
-    refuse_if(needed > there,
-              f"--preset={c.preset}: {count:,} parameters need at least {needed / 1e9:.1f} GB on each rank, "
-              f"{there / 1e9:.1f} are there; use a smaller --table_rows, --model_dim or --num_layers")
+    if needed > there:
+        text = (f"--preset={c.preset}: {count:,} parameters need {needed / 1e9:.1f} GB on each rank, "
+                f"{there / 1e9:.1f} are there; use a smaller --table_rows, --model_dim or --num_layers")
+        raise Refusal(text, one_rank=True)
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
     """Forward and backward of the largest micro-batch. Where a rank has no memory for it: fewer rows at once
     if micro_rows is auto, else a Failure that names what would do."""
     c, world = run.config, run.world
-    step = max(range(c.num_steps + 1), key=lambda step: rows_at_once(run, step))
+    step = max(range(c.num_steps + 1), key=lambda step: (rows_at_once(run, step), step))     # last: all ids
     while True:
         rows, out_of_memory = rows_at_once(run, step), torch.zeros((), device=world.device)
         tokens = torch.zeros(rows, c.row_tokens, dtype=torch.int32, device=world.device)
@@ -2610,10 +2610,10 @@ def probe_documents(num_tokens: int, block: int, device: torch.device) -> tuple[
 def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iterator[None]:
     """While it is open, all parameters are random, of order one; of the table, the rows for these tokens."""
     table = run.model.ngrams.data
-    run.model.look_up(tokens, segment_ids(tokens, run.config.eod_id), True)
-    rows = torch.cat([ids.flatten() for ids, _ in run.model.ngrams.touched]).unique()
+    c = run.config
+    ids, _ = ngram_ids(tokens, segment_ids(tokens, c.eod_id), c.table_orders, c.table_rows)
+    rows = ids.unique()
     rows = rows[rows < len(table) - 1]                   # the last one is nobody's
-    run.model.ngrams.touched.clear()
     others = [p.data for p in run.model.parameters() if p is not run.model.ngrams]
     saved = [p.clone() for p in others]
     rows_before = table[rows]
@@ -2736,7 +2736,7 @@ def identity(header: dict, tensors: Iterable[tuple[str, Tensor]], bank_steps: di
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress) -> None:
     """Start a checkpoint of this moment. Raises Failure, on all ranks, when a number of it is not finite."""
-    progress.look()
+    progress.report_waiting()
     tensors = {}
     for key, t in run.optimizer.gathered():
         need_finite(f"step {step}", {key: t})

@@ -79,7 +79,8 @@ def shards_needed(script, options, default_preset):
         fineweb = config.train_files.startswith("data/fineweb10B/fineweb_train_")
         if not fineweb or glob.glob(config.train_files):
             return 0
-        tokens = 1.4 * config.num_steps * config.batch_tokens       # the tails of long documents are dropped
+        rows = sum(trainer.rows_at(config, step) for step in range(config.num_steps))
+        tokens = 1.3 * rows * config.row_tokens                     # the tails of long documents are dropped
         return min(103, math.ceil(tokens / 100e6))
     except (Exception, SystemExit):
         return 0

@@ -109,8 +109,8 @@ def inputs_not_copied(tg):
     class Faulty(tg.Recorder):
         def __call__(self, constants, *inputs):
             key = constants, *(t.shape for t in inputs)
-            if self.records.get(key):
-                inputs = self.records[key][1]
+            if self.graphs.get(key):
+                inputs = self.graphs[key][1]
             return super().__call__(constants, *inputs)
     return dict(Recorder=Faulty)
 
@@ -161,9 +161,9 @@ def print_losses_without_and_with_graphs():
                 t.copy_(was)
             for bank in run.optimizer.banks:
                 bank.steps = 0
-            run.forward_backward.is_recording, run.forward_backward.records = recorded, {}
+            run.forward_backward.is_recording, run.forward_backward.graphs = recorded, {}
             found.append([float(take_step(run, step, batch)[0]) for step, batch in enumerate(small_batches(run))])
-        graphs = [record for record in run.forward_backward.records.values() if record]
+        graphs = [record for record in run.forward_backward.graphs.values() if record]
         if world.rank == 0:
             print(json.dumps([len(graphs), *found]))
     tg.close_world()

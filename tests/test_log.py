@@ -285,8 +285,8 @@ def test_a_number_that_is_not_finite_is_named_with_its_step(tg, tmp_path, bad):
         watch.push(5, 64, 1.0, torch.tensor([3.0, 1.0, 0.0]))
     watch.push(5, 64, 1.0, torch.tensor([bad, 1.0, 0.0]))
     with pytest.raises(tg.Failure, match="^step 6: not a finite number: loss. Lower the"):
-        watch.look()
-    watch.look()
+        watch.report_waiting()
+    watch.report_waiting()
     log.close()
 
 

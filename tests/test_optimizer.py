@@ -146,7 +146,7 @@ def test_a_group_without_what_its_rule_needs_is_refused(tg, message, kind, shape
 
 def test_merged_rows_are_distinct_ids_and_their_sums(tg):
     ids, grads = torch.randint(0, 20, (100,), generator=torch.Generator().manual_seed(0)), normal(100, 8)
-    distinct, sums = tg.merge_rows(ids, grads, 50, tg.run_sums)
+    distinct, sums = tg.merge_rows(ids, grads, 50, tg.sums_by_id)
     assert distinct.shape == (100,) and sums.shape == (100, 8)
     used = distinct < 50
     assert distinct[used].tolist() == sorted(set(ids.tolist())) and bool((distinct[~used] == 50).all())

@@ -47,8 +47,8 @@ def normal(*shape, seed=0, device="cpu", dtype=torch.float32):
 def test_sums_of_runs(tg, device, count, width, num_ids):
     ordered, place = sorted_ids(count, num_ids, device)
     grads = normal(count, width, device=device)
-    wanted = tg.run_sums(ordered, place, grads)
-    torch.testing.assert_close(tg.fast_run_sums(ordered, place, grads), wanted, rtol=1e-5, atol=1e-5)
+    wanted = tg.sums_by_id(ordered, place, grads)
+    torch.testing.assert_close(tg.fast_sums_by_id(ordered, place, grads), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_of_runs_in_bf16_are_near_and_the_same_bits_each_time(tg, device):
@@ -56,6 +56,6 @@ def test_sums_of_runs_in_bf16_are_near_and_the_same_bits_each_time(tg, device):
         pytest.skip("the interpreter has no bf16")
     ordered, place = sorted_ids(20_000, 5000, device)
     grads = normal(20_000, 768, device=device, dtype=torch.bfloat16)
-    found = [tg.fast_run_sums(ordered, place, grads) for _ in range(3)]
-    torch.testing.assert_close(found[0], tg.run_sums(ordered, place, grads), rtol=1e-2, atol=1e-2)
+    found = [tg.fast_sums_by_id(ordered, place, grads) for _ in range(3)]
+    torch.testing.assert_close(found[0], tg.sums_by_id(ordered, place, grads), rtol=1e-2, atol=1e-2)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -105,15 +105,13 @@ def test_out_of_memory_later_is_one_line(tg, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tg, "train_step", full)
     assert tg.main(byte_run(tmp_path)) == 1
     said = capsys.readouterr().err
-    assert "out of memory; use a smaller --micro_rows or --row_tokens" in said and len(said.splitlines()) == 1
+    assert "out of memory; use a smaller --micro_rows, or auto" in said and len(said.splitlines()) == 1
 
 
-def test_a_shard_that_goes_away_is_one_line(tg, tmp_path, monkeypatch, capsys):
-    argv = byte_run(tmp_path, num_steps=60)                # 60 steps need the second shard, opened when it is reached
+def test_a_shard_that_is_deleted_later_does_no_harm(tg, tmp_path, monkeypatch):
+    argv = byte_run(tmp_path, num_steps=60)        # 60 steps need the second shard; all are mapped at the start
     monkeypatch.setattr(tg, "self_check", lambda run, log: (tmp_path / "train_2.bin").unlink())
-    assert tg.main(argv) == 2
-    said = capsys.readouterr().err
-    assert "train_2.bin" in said and len(said.splitlines()) == 1, said
+    assert tg.main(argv) == 0
 
 
 def test_a_read_only_log_folder_is_refused(tg, tmp_path, capsys):
