@@ -2570,7 +2570,7 @@ def fit_memory(run: Run, log: RunLog) -> None:
     """Forward and backward of the largest micro-batch. Where a rank has no memory for it: fewer rows at once
     if micro_rows is auto, else a Failure that names what would do."""
     c, world = run.config, run.world
-    step = max(range(c.num_steps + 1), key=lambda step: (rows_at_once(run, step), step))     # last: all ids
+    step = max(range(c.num_steps), key=lambda step: (rows_at_once(run, step), step))      # the last: all ids
     while True:
         rows, out_of_memory = rows_at_once(run, step), torch.zeros((), device=world.device)
         tokens = torch.zeros(rows, c.row_tokens, dtype=torch.int32, device=world.device)

@@ -216,7 +216,7 @@ def test_fp8_scales_do_not_overflow(tg):
 def test_the_head_loss_scales_its_gradients_by_what_comes_from_above(tg):
     x, w, targets, *logs = head_case()
     leaves = [t.requires_grad_() for t in (x, w, *logs)]
-    loss = tg.HeadLoss.apply(tg.head_gradients, x, w, targets, *logs, SOFTCAP, False)
+    loss = tg.HeadLoss.apply(tg.head_gradients, x, w, targets, *logs, SOFTCAP, False, None, None)
     (loss / 96).backward()
     for leaf, wanted in zip(leaves, plain_head(*(t.detach() for t in (x, w, targets, *logs)))[1:]):
         assert error(leaf.grad, wanted / 96) < 3e-6
@@ -276,7 +276,7 @@ def test_block_lists_cover_the_mask_exactly(tg, every, window, block, seed):
     lists = tg.block_mask(segments, blocks(window), block).blocks
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in lists)
     kinds = {}
-    for name, num, index in zip(("partial", "partial_q", "full", "full_q"), lists[::2], lists[1::2]):
+    for name, num, index in zip(("partial", "full", "partial_q", "full_q"), lists[::2], lists[1::2]):
         assert num.shape == (3, 1, n) and index.shape == (3, 1, n, n)
         assert int(index.min()) >= 0 and int(index.max()) < n
         kinds[name] = [[index[b, 0, i, :int(num[b, 0, i])].tolist() for i in range(n)] for b in range(3)]
