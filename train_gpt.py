@@ -2657,8 +2657,7 @@ def probe(run: Run) -> list[str]:
             before, after = (float(run.model(tokens, targets, View(c.val_window_blocks)))
                              for tokens in (base, changed))
             moved = abs(after / before - 1)
-            has_moved = not moved <= SELF_CHECK_TOLERANCE[device.type]             # so that a NaN counts as moved
-            if must_move != has_moved:
+            if must_move == (moved <= SELF_CHECK_TOLERANCE[device.type]):       # a NaN counts as moved
                 faults.append(f"{what} changed, and the loss moved by {moved:.2g} of itself")
     return faults
 
