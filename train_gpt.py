@@ -159,7 +159,7 @@ class Config:
     self_check: str = setting("on", "first test causality, isolation, equal ranks, disjoint data")
     @property
     def padded_vocab(self) -> int:
-        return -(-self.vocab_size // 128) * 128
+        return math.ceil(self.vocab_size / 128) * 128
     @property
     def fits_flex(self) -> bool:           # what FlexAttention's kernels ask for
         return self.block_tokens % 128 == 0 and min(self.head_dim, self.qk_dim, self.copy_dim) >= 16
@@ -2570,7 +2570,7 @@ def fit_memory(run: Run, log: RunLog) -> None:
     """Forward and backward of the largest micro-batch. Where a rank has no memory for it: fewer rows at once
     if micro_rows is auto, else a Failure that names what would do."""
     c, world = run.config, run.world
-    step = max(range(c.num_steps), key=lambda step: (rows_at_once(run, step), step))      # the last: all ids
+    step = max(last_steps(c), key=lambda step: (rows_at_once(run, step), step))       # the last one: all ids
     while True:
         rows, out_of_memory = rows_at_once(run, step), torch.zeros((), device=world.device)
         tokens = torch.zeros(rows, c.row_tokens, dtype=torch.int32, device=world.device)

@@ -155,6 +155,16 @@ def read_text(stream, unit, name, meter):
         yield document("\n".join(paragraph))
 
 
+def is_text(value, place, source, meter):
+    """Whether a value of a record is text; a null is counted and left out. Raises InputError for others."""
+    if value is None:
+        meter.nulls += 1
+        return False
+    if not isinstance(value, str):
+        raise InputError(f"{place} holds {type(value).__name__} where text was expected ({source})")
+    return True
+
+
 def read_jsonl(stream, field, name, meter):
     """Documents of JSON lines, one each; blank lines and nulls are left out."""
     for number, line in lines_of(stream, name):
@@ -171,12 +181,8 @@ def read_jsonl(stream, field, name, meter):
                                  f"{', '.join(map(repr, value))}; name the one that holds the text with "
                                  "--field")
             value = value[field]
-        if value is None:
-            meter.nulls += 1
+        if not is_text(value, f"{name}: line {number:,}", f"field {field!r}", meter):
             continue
-        if not isinstance(value, str):
-            raise InputError(f"{name}: line {number:,} holds {type(value).__name__} where text was expected "
-                             f"(field {field!r})")
         if "\\u" in line:       # JSON may hold half of a surrogate pair, which is no text
             value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         yield meter.document(value, f"{name}: line {number:,}")
@@ -200,13 +206,8 @@ def read_parquet(path, field, meter):
                 for scalar in batch.column(0):
                     row += 1
                     value = scalar.as_py()
-                    if value is None:
-                        meter.nulls += 1
-                        continue
-                    if not isinstance(value, str):
-                        raise InputError(f"{path}: row {row:,} holds {type(value).__name__} where text was "
-                                         f"expected (column {field!r})")
-                    yield meter.document(value, f"{path}: row {row:,}")
+                    if is_text(value, f"{path}: row {row:,}", f"column {field!r}", meter):
+                        yield meter.document(value, f"{path}: row {row:,}")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: row {row:,} holds text that is not UTF-8 (column {field!r}: "
                          f"{error})") from error

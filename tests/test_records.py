@@ -445,24 +445,24 @@ def test_a_plain_run_needs_an_honest_label(tmp_path):
     assert any("better than the logs: p" in line for line in refusals(tmp_path))
 
 
-def test_a_surplus_of_the_baseline_is_noted(tmp_path):
+def report_on_surplus(tmp_path, surplus):
+    """The report on a record whose baseline ends lower by surplus, seed by seed."""
     folder = make_record(tmp_path / "record", readme=False)
     for seed, loss in RECORD_LOSSES.items():
-        write_log(folder / "baseline", seed, val_loss=loss - 0.01, step_ms=950, source=BASE_SOURCE,
+        write_log(folder / "baseline", seed, val_loss=loss - surplus, step_ms=950, source=BASE_SOURCE,
                   header=dict(run_id=f"base-{seed}"))
     give_readme(folder)
-    report = check.check_folder(folder)
+    return check.check_folder(folder)
+
+
+def test_a_surplus_of_the_baseline_is_noted(tmp_path):
+    report = report_on_surplus(tmp_path, 0.01)
     assert report.refusals == []
     assert report.notes == ["the baseline's loss is lower by 0.0100: that surplus is part of the ratio"]
 
 
 def test_a_surplus_that_may_be_chance_is_not_noted(tmp_path):
-    folder = make_record(tmp_path / "record", readme=False)
-    for seed, loss in RECORD_LOSSES.items():
-        write_log(folder / "baseline", seed, val_loss=loss - 0.0005, step_ms=950, source=BASE_SOURCE,
-                  header=dict(run_id=f"base-{seed}"))
-    give_readme(folder)
-    report = check.check_folder(folder)
+    report = report_on_surplus(tmp_path, 0.0005)
     assert report.refusals == [] and report.notes == []
 
 
