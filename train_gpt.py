@@ -145,7 +145,7 @@ class Config:
     seed: int = setting(0, "of the initial weights")
     compile: str = setting("auto", "auto = on with a GPU")
     attention: str = setting("auto", "flex = FlexAttention, dense = reference")
-    fp8: str = setting("auto", "output head in training; auto = where the device has it")
+    fp8: str = setting("auto", "MLPs, and the output head in training; auto = where the device has it")
     graphs: str = setting("auto", "CUDA graphs in training; auto = with an NVIDIA GPU and compilation")
     deterministic: str = setting("off", "on: same seed, same hardware, same losses, bit for bit; slower")
     # Output
@@ -287,7 +287,7 @@ def check_config(c: Config) -> None:
     need(c.row_tokens % c.block_tokens == 0, "row_tokens", f"a multiple of block_tokens={c.block_tokens}")
     need(c.val_overlap % c.block_tokens == 0, "val_overlap", f"a multiple of block_tokens={c.block_tokens}")
     # Rotary turns pairs in half of each head; fp8's matrix units take 16 numbers
-    for key, divisor in (("qk_dim", 4), ("model_dim", 16), ("row_tokens", 16)):
+    for key, divisor in (("qk_dim", 4), ("model_dim", 16), ("mlp_dim", 16), ("row_tokens", 16)):
         need(getattr(c, key) % divisor == 0, key, f"a multiple of {divisor}")
     for key in ("long_layers", "value_layers"):
         need(set(c.no_attention_layers).isdisjoint(getattr(c, key)), key, "none of no_attention_layers")
@@ -420,7 +420,7 @@ class Kernels(NamedTuple):
     (records/LOG.md)."""
     compile: bool = False
     flex: bool = False                       # FlexAttention over lists of blocks instead of a dense mask
-    fp8: bool = False                        # the output head's matrix products in training
+    fp8: bool = False                        # the MLPs' products; those of the output head in training
     graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
     small_tiles: bool = False                # FlexAttention in SMALL_TILES
@@ -556,6 +556,28 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
 X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
 G_SCALE = 8192.0        # e5m2 holds gradients up to 7; the record's are at most 1.75 cap / (4 width) = 1.34
+HIDDEN_SCALE = 1.0      # e4m3 holds an MLP's relu^2 up to 448; larger ones count as 448
+
+class Fp8Linear(torch.autograd.Function):
+    """linear with the product in fp8 (e4m3). Its gradients are bf16's: the rounding counts as the identity."""
+    @staticmethod
+    def forward(ctx, x, w, x_scale):
+        ctx.save_for_backward(x, w)
+        x8 = (x * x_scale).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(0, -2)
+        w8 = (w * W_SCALE).to(torch.float8_e4m3fn).contiguous()
+        y = fp8_matmul(x8, w8.t(), 1 / (x_scale * W_SCALE), fast_sums=True)
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, w = ctx.saved_tensors
+        return upstream @ w, upstream.flatten(0, -2).t() @ x.flatten(0, -2), None
+
+
+def linear(x: Tensor, w: Tensor, fp8: bool, x_scale: float) -> Tensor:
+    """x [.., K] w^T for w [N, K] -> [.., N]. x_scale: what fp8 multiplies x by."""
+    return Fp8Linear.apply(x, w, x_scale) if fp8 else F.linear(x, w)
+
 
 def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
                    cap_shift_width: tuple[float, float, float], further_weights: Tensor | None):
@@ -1354,8 +1376,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x <- a x + b x0; x <- x + attention(norm x); x <- x + W2 relu(W1 norm x)^2 (So et al. 2021).
     Some layers of deep models are better without attention: time for more steps (record 92)."""
-    def __init__(self, c: Config, dtype: torch.dtype, has_attention: bool):
+    def __init__(self, c: Config, kernels: Kernels, has_attention: bool):
         super().__init__()
+        dtype, self.fp8 = kernels.dtype, kernels.fp8
         self.attention = Attention(c, dtype) if has_attention else None
         self.up = matrix(c.mlp_dim, c.model_dim, dtype=dtype)
         self.down = nn.Parameter(torch.zeros(c.mlp_dim, c.model_dim, dtype=dtype))      # stored transposed
@@ -1366,8 +1389,8 @@ class Block(nn.Module):
         x = self.mix[0] * x + self.mix[1] * x0
         if self.attention is not None:
             x = x + self.attention(norm(x), ve, mask, rotary)
-        hidden = F.relu(F.linear(norm(x), self.up)).square()
-        return x + hidden @ (self.down * self.mlp_scale)
+        hidden = F.relu(linear(norm(x), self.up, self.fp8, X_SCALE)).square()
+        return x + linear(hidden, (self.down * self.mlp_scale).t(), self.fp8, HIDDEN_SCALE)
 
 
 class Pointer(nn.Module):
@@ -1422,7 +1445,7 @@ class GPT(nn.Module):
         self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
         self.ngram_mix = scalars(0.05)
         self.pointer = Pointer(c, dtype)
-        self.blocks = nn.ModuleList(Block(c, dtype, layer.attention != "none") for layer in self.layers)
+        self.blocks = nn.ModuleList(Block(c, kernels, layer.attention != "none") for layer in self.layers)
         self.rotary: dict[int, Rotary] = {}        # by row length; not saved
         self.input_states = input_states
         self.head_gradients, self.cross_entropy = head_gradients, mixed_cross_entropy

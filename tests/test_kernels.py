@@ -502,3 +502,29 @@ def test_a_compiled_block_mask_does_not_recompile_when_the_window_changes(tg):
         for got, wanted in zip(lists, tg.block_mask(segments, blocks(window).cuda(), 128).blocks):
             assert torch.equal(got, wanted)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_product_in_fp8_is_near_the_one_in_bf16_and_has_its_gradients(tg, device, is_transposed):
+    """is_transposed: the weight is a view of its transpose, as the second matrix of an MLP is."""
+    compiled = torch.compile(tg.linear, dynamic=False, fullgraph=True) if device == "cuda" else tg.linear
+    x, w, upstream = (normal(*shape, seed=seed).to(device, torch.bfloat16)
+                      for seed, shape in enumerate([(2, 128, 64), (48, 64), (2, 128, 48)]))
+    w = w.t().contiguous().t() if is_transposed else w
+    found = []
+    for fp8 in (False, True):
+        inputs = [t.clone().requires_grad_() for t in (x, w)]
+        y = compiled(*inputs, fp8, tg.X_SCALE)
+        y.backward(upstream)
+        found.append((y.detach().float(), *(t.grad.float() for t in inputs)))
+    for exact, quantised, tolerance in zip(*found, (0.06, 1e-3, 1e-3)):     # e4m3 rounds by up to 1/16
+        assert quantised.shape == exact.shape
+        assert (quantised - exact).norm() < tolerance * exact.norm()
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_fp8_takes_what_is_too_large_for_it_as_its_largest_number(tg):
+    x, w = torch.full((16, 16), 1000.0, dtype=torch.bfloat16), torch.eye(16, dtype=torch.bfloat16)
+    assert tg.linear(x, w, True, tg.HIDDEN_SCALE).unique().tolist() == [448.0]
+    assert tg.linear(-x, w, True, tg.X_SCALE).unique().tolist() == [-224.0]
