@@ -559,7 +559,7 @@ G_SCALE = 8192.0        # e5m2 holds gradients up to 7; the record's are at most
 HIDDEN_SCALE = 1.0      # e4m3 holds an MLP's relu^2 up to 448; larger ones count as 448
 
 class Fp8Linear(torch.autograd.Function):
-    """linear with the product in fp8 (e4m3). Its gradients are bf16's: the rounding counts as the identity."""
+    """linear with the product in fp8 (e4m3). Its gradients are bf16's: rounding counts as the identity."""
     @staticmethod
     def forward(ctx, x, w, x_scale):
         ctx.save_for_backward(x, w)
