@@ -28,8 +28,8 @@ def test_the_promised_keys_and_presets_are_there(tg):
 def test_defaults_are_the_record_in_numbers(tg):
     c = tg.Config()
     assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.qk_dim, c.mlp_dim) == (11, 768, 6, 128, 128, 3072)
-    assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (393_216, 1800, 10_485_760, 2048)
-    assert (c.lr_matrix, c.lr_embed, c.lr_value, c.lr_scalar, c.lr_table) == (0.038, 0.0098, 0.74, 0.0485, 1.04)
+    assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (262_144, 2500, 10_485_760, 2048)
+    assert (c.lr_matrix, c.lr_embed, c.lr_value, c.lr_scalar, c.lr_table) == (0.031, 0.008, 0.6, 0.04, 0.85)
     assert (c.cooldown_frac, c.lr_floor, c.ema_frac, c.ema_blend) == (0.8, 0.3, 0.25, 0.5)
     assert (c.softcap, c.attention_scale, c.block_tokens, c.target_loss) == ((23.0, 5.0, 7.5), 0.1, 128, 3.28)
     assert (c.table_rows, c.table_orders, c.val_window_blocks) == (4_194_301, (2, 3), 20)
