@@ -431,27 +431,30 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     """Fast paths where the device has them, references elsewhere. Raises Refusal for what can't be done.
     Words are those of Config; fits_flex says whether FlexAttention takes the model's sizes."""
     on_gpu = device.type == "cuda"
-    compiled = compilation == "on" or (compilation == "auto" and on_gpu)
-    has_flex = on_gpu and compiled and fits_flex
     on_nvidia = on_gpu and torch.version.hip is None
-    capability = torch.cuda.get_device_capability(device) if on_nvidia else (0, 0)
-    can_record, has_fp8 = compiled and on_nvidia, compiled and capability >= (8, 9)
-    if on_nvidia and capability < (8, 0):
-        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix "
-                      "units, expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
-    properties = torch.cuda.get_device_properties(device) if on_nvidia else None
-    small_tiles = on_nvidia and properties.shared_memory_per_block_optin < USUAL_TILES_BYTES
-    if fp8 == "on" and not has_fp8:
-        raise Refusal("--fp8=on: it needs compilation and fp8 matrix units (compute capability 8.9 or "
-                      "newer); use --fp8=off")
-    if attention == "flex" and not has_flex:
-        raise Refusal("--attention=flex: it needs a GPU, compilation, block_tokens=128, and head_dim, "
-                      "qk_dim and copy_dim from 16 on; use --attention=dense")
-    if graphs == "on" and not can_record:
-        raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
-    return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   graphs=can_record and graphs != "off", small_tiles=small_tiles,
-                   dtype=torch.bfloat16 if on_gpu else torch.float32)
+    compiled = compilation == "on" or (compilation == "auto" and on_gpu)
+    major, minor = torch.cuda.get_device_capability(device) if on_nvidia else (0, 0)
+    refuse_if(on_nvidia and major < 8,
+              f"{device}: compute capability {major}.{minor} has no bf16 matrix units, expected 8.0 or newer "
+              "(A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
+    small_tiles = False
+    if on_nvidia:
+        shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        small_tiles = shared_memory < USUAL_TILES_BYTES
+
+    def chosen(key: str, word: str, reference: str, is_there: bool, needs: str) -> bool:
+        """Whether to take a fast path: where it is there, unless the word names the reference."""
+        refuse_if(word not in ("auto", reference) and not is_there,
+                  f"--{key}={word}: it needs {needs}; use --{key}={reference}")
+        return is_there and word != reference
+
+    return Kernels(
+        compile=compiled, dtype=torch.bfloat16 if on_gpu else torch.float32, small_tiles=small_tiles,
+        flex=chosen("attention", attention, "dense", on_gpu and compiled and fits_flex, "a GPU, compilation, "
+                    "block_tokens=128, and head_dim, qk_dim and copy_dim from 16 on"),
+        fp8=chosen("fp8", fp8, "off", compiled and (major, minor) >= (8, 9),
+                   "compilation and fp8 matrix units (compute capability 8.9 or newer)"),
+        graphs=chosen("graphs", graphs, "off", compiled and on_nvidia, "an NVIDIA GPU and compilation"))
 
 
 class Recorder:
@@ -845,12 +848,12 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class Group(NamedTuple):
-    """Parameters that share one rule and one rate. A cell that the rule doesn't read is None.
+    """Parameters that share one rule and one rate: a row of room 5's table. None: the rule doesn't read it.
     A parameter of kind "rows" is a table [R, C] that is looked up by row. It has .touched instead of .grad:
     a list with (ids [..], gradients [.., C] of these rows) for each pass."""
     name: str
     kind: str                    # the rule, by its name in RULES: muon | adam | rows
-    params: dict[str, nn.Parameter]
+    pattern: str                 # a regular expression for the whole names of its parameters
     lr: float
     betas: tuple[float | None, float | None] = (None, None)
     eps: float | None = None
@@ -859,6 +862,7 @@ class Group(NamedTuple):
     decay: float = 0.0
     ema: bool = False            # the final weights are blended with their average over the end of the run
     matmul: bool = False         # these are matrices that multiply activations: utilisation counts them
+    params: dict[str, nn.Parameter] = {}      # by name: what param_groups found for the pattern
 
 
 def cautious_step(weight: Tensor, step: Tensor, decay: Tensor) -> None:
@@ -1501,44 +1505,29 @@ class GPT(nn.Module):
         return self.cross_entropy(*inputs, further, weights)
 
 
-class Family(NamedTuple):
-    """Parameters that learn alike: a row of param_groups. None: the rule (see RULES) doesn't read it."""
-    name: str
-    kind: str                    # muon: matrices of one shape | adam: any | rows: a table, looked up by row
-    pattern: str                 # a regular expression for the whole name of a parameter
-    lr: float
-    betas: tuple[float | None, float | None]
-    eps: float | None
-    decay: float                 # a step takes up to decay x lr^2 of a weight
-    ema: bool                    # the final weights are blended with their average over the end of the run
-    matmul: bool                 # these are matrices that multiply activations (gates are too small to count)
-
-
-def param_groups(c: Config, model: nn.Module) -> list[dict]:
-    """Room 4's groups, field by field, in the order of reduction.
+def param_groups(c: Config, model: nn.Module) -> list[Group]:
+    """How parameters learn (see Group), in the order of reduction. A muon group's matrices have one shape.
     Raises ValueError for a parameter that no pattern or more than one matches."""
     # table
-    families = (
-        #      name            kind    pattern              lr               betas        eps    decay  ema   matmul
-        Family("embed",        "adam", r"embed",            c.lr_embed,      (.5, .99),   1e-10, .75,  True,  True),
-        Family("value_embeds", "adam", r"value_embeds",     c.lr_value,      (.75, .99),  1e-10, .025, False, False),
-        Family("scalars",      "adam", r".*(mix|scales?)",  c.lr_scalar,     (.9, .99),   1e-10, 0.,   False, False),
-        Family("gates",        "adam", r".*gates",          c.lr_embed,      (.9, .99),   1e-10, .005, False, False),
-        Family("copy_qk",      "muon", r".*copy_qk",        c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
-        Family("qk",           "muon", r".*\.qk",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
-        Family("value_out",    "muon", r".*\.(value|out)",  c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
-        Family("mlp_up",       "muon", r".*\.up",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
-        Family("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .95), None,  1.2,  True,  True),
-        Family("ngrams",       "rows", r"ngrams",           c.lr_table,      (None, .95), 1e-15, .025, False, False))
+    table = (
+        #     name            kind    pattern              lr               betas        eps    decay  ema   matmul
+        Group("embed",        "adam", r"embed",            c.lr_embed,      (.5, .99),   1e-10, .75,  True,  True),
+        Group("value_embeds", "adam", r"value_embeds",     c.lr_value,      (.75, .99),  1e-10, .025, False, False),
+        Group("scalars",      "adam", r".*(mix|scales?)",  c.lr_scalar,     (.9, .99),   1e-10, 0.,   False, False),
+        Group("gates",        "adam", r".*gates",          c.lr_embed,      (.9, .99),   1e-10, .005, False, False),
+        Group("copy_qk",      "muon", r".*copy_qk",        c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Group("qk",           "muon", r".*\.qk",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Group("value_out",    "muon", r".*\.(value|out)",  c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Group("mlp_up",       "muon", r".*\.up",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Group("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .95), None,  1.2,  True,  True),
+        Group("ngrams",       "rows", r"ngrams",           c.lr_table,      (None, .95), 1e-15, .025, False, False))
     # end of table
     groups, owners = [], Counter()
-    for family in families:
-        group = family._asdict()
-        pattern = group.pop("pattern")
-        group["params"] = {name: p for name, p in model.named_parameters() if re.fullmatch(pattern, name)}
-        owners.update(group["params"].keys())
-        if any(p.numel() for p in group["params"].values()):
-            groups.append(group)
+    for row in table:
+        params = {name: p for name, p in model.named_parameters() if re.fullmatch(row.pattern, name)}
+        owners.update(params.keys())
+        if any(p.numel() for p in params.values()):
+            groups.append(row._replace(params=params))
     for name, _ in model.named_parameters():
         if owners[name] != 1:
             raise ValueError(f"parameter {name} belongs to {owners[name]} groups: add it to a pattern in "
@@ -2267,8 +2256,7 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     torch.manual_seed(c.seed)
     with torch.device(world.device):
         model = GPT(c, kernels)
-    groups = [Group(**group) for group in param_groups(c, model)]
-    optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
+    optimizer = Optimizer(param_groups(c, model), world, kernels.compile and world.is_cuda)
     recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
     micro_rows = c.micro_rows or c.batch_tokens            # auto: as many as there are, at first
     return Run(c, world, kernels, model, optimizer, train_stream, val_stream, micro_rows, recorder)
