@@ -427,7 +427,7 @@ def several_steps(rank, size, dtype, stop=None):
     norms, begin = [], 0
     if isinstance(stop, dict):                       # go on from there
         begin = stop["step"]
-        optimizer.load(stop["tensors"], {bank.group.name: begin for bank in optimizer.banks})
+        optimizer.load(stop["tensors"], begin)
     for step in range(begin, stop if isinstance(stop, int) else 5):
         got = one_step(tg, optimizer, params, table, step, dtype)[:2]
         if size > 1:

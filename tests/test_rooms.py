@@ -27,13 +27,13 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room("Door", 50, ()),
+    Room("Door", 56, ()),
     Room("Configuration", 180, ()),
     Room("World", 70, ()),
     Room("Kernels", 280, ()),
     Room("Optimizer", 250, (2, 3)),
     Room("Model", 250, (1, 3, 4)),
-    Room("Data", 200, ()),
+    Room("Data", 210, ()),
     Room("Schedules", 55, (1,)),
     Room("Log and checkpoint", 255, (1, 2)),
     Room("Training", 460, (1, 2, 3, 4, 5, 6, 7, 8)),
