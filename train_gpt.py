@@ -2155,7 +2155,8 @@ class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits.
     banks: names of the groups of parameters whose gradients are looked at; header: the log's."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
-        self.config, self.log, self.clock, self.banks, self.header = c, log, clock, banks, header
+        self.config, self.log, self.clock, self.header = c, log, clock, header
+        self.names = ["loss", *(f"gradient of {bank}" for bank in banks)]
         self.waiting: tuple | None = None        # what push noted of the step whose numbers are not read yet
         self.tokens, self.stopping = 0, False
 
@@ -2182,10 +2183,9 @@ class Progress:
         (done, tokens, lr, stats), self.waiting = self.waiting, None
         self.clock.collect(newer_steps)                 # waits until the stats have arrived
         c = self.config
-        loss, *squared_norms, stop = stats.tolist()
-        gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
-        need_finite(f"step {done}", {"loss": loss} | gradients)
-        self.stopping = bool(stop)
+        *numbers, stop = stats.tolist()
+        need_finite(f"step {done}", dict(zip(self.names, numbers)))
+        loss, self.stopping = numbers[0], bool(stop)
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
@@ -2610,9 +2610,8 @@ def unequal_ranks(run: Run) -> list[str]:
     """Banks whose weights differ between the ranks. Bits are summed as integers, which copies no table."""
     sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])
     highest, minus_lowest = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX).tolist()
-    unequal = [high != -minus_low for high, minus_low in zip(highest, minus_lowest)]
     return [f"the ranks hold different weights in {bank.group.name}"
-            for bank in itertools.compress(run.optimizer.banks, unequal)]
+            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest) if high != -minus_low]
 
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
