@@ -2611,7 +2611,8 @@ def unequal_ranks(run: Run) -> list[str]:
     sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])
     highest, minus_lowest = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX).tolist()
     return [f"the ranks hold different weights in {bank.group.name}"
-            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest) if high != -minus_low]
+            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest)
+            if high != -minus_low]
 
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
