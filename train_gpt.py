@@ -28,12 +28,10 @@ import dataclasses
 import datetime
 import glob
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
 import os
-import pickle
 import platform
 import re
 import shutil
@@ -45,7 +43,6 @@ import time
 import uuid
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from subprocess import DEVNULL, PIPE
 from typing import Callable, Iterable, Iterator, NamedTuple, get_args
@@ -83,6 +80,16 @@ def refuse_if(is_wrong: bool, text: str) -> None:
         raise Refusal(text)
 
 
+@contextlib.contextmanager
+def reading(file: str | Path, advice: str) -> Iterator[None]:
+    """While it is open, any error becomes a Refusal that names the file, what is wrong and what to do."""
+    try:
+        yield
+    except Exception as error:
+        reason = re.split(r"\n|\. ", str(error))[0]      # torch goes on with advice to read without a guard
+        raise Refusal(f"{file}: can't be read ({reason:.200}); {advice}") from None
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
 # Every number of a run lives here once: the settings with limits and meanings (which --help prints), presets,
@@ -93,7 +100,7 @@ def setting(default, meaning: str, low=0, high: int | str = 2 ** 63 - 1):
     return dataclasses.field(default=default, metadata=dict(meaning=meaning, low=low, high=high))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     """All settings of a run. Units are in the names; token counts are per step over all ranks."""
     # Data
@@ -151,7 +158,7 @@ class Config:
     # Output
     log_dir: str = setting("logs", "each run writes one file into it")
     log_every_steps: int = setting(10, "steps between lines about the training loss", low=1)
-    profile_steps: int = setting(0, "so many steps (after five steps) into a Chrome trace beside the log")
+    profile_steps: int = setting(0, "so many steps, after the first, into a Chrome trace beside the log")
     # Trust
     checkpoint_every_steps: int = setting(0, "and at the end; 0 = only if a signal stops the run")
     checkpoint_dir: str = setting("checkpoints", "each run keeps its last two in a folder of its own there")
@@ -198,7 +205,6 @@ RESUME_MAY_CHANGE = {         # by a resumed run; the data itself is compared
     "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs", "log_dir",
     "deterministic", "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume",
     "self_check"}
-MAX_PARAMETERS = 10 ** 10
 
 def parse_value(f: dataclasses.Field, text: str):
     """Text of --key=text as a value of the field's type. Raises Refusal."""
@@ -296,9 +302,6 @@ def check_config(c: Config) -> None:
     cap, _, width = c.softcap
     fits = 0 < cap <= min(80, 28 * width)        # else exp would leave fp32, or gradients fp8
     need(fits, "softcap", "cap, shift, width with a cap more than 0, at most 80 and at most 28 widths")
-    count = num_parameters(c)
-    need(count <= MAX_PARAMETERS, "model_dim", f"at most {MAX_PARAMETERS:,} parameters, found {count:,} with "
-         "num_layers, num_heads, widths, vocab_size, value_layers, table_rows and table_orders")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -308,7 +311,7 @@ def check_config(c: Config) -> None:
 
 WAIT_S = 10                                # after so long a rank says for whom it waits
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class World:
     """rank of size processes, on device. World() is one CPU process without a process group."""
     rank: int = 0
@@ -431,27 +434,30 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
     """Fast paths where the device has them, references elsewhere. Raises Refusal for what can't be done.
     Words are those of Config; fits_flex says whether FlexAttention takes the model's sizes."""
     on_gpu = device.type == "cuda"
-    compiled = compilation == "on" or (compilation == "auto" and on_gpu)
-    has_flex = on_gpu and compiled and fits_flex
     on_nvidia = on_gpu and torch.version.hip is None
-    capability = torch.cuda.get_device_capability(device) if on_nvidia else (0, 0)
-    can_record, has_fp8 = compiled and on_nvidia, compiled and capability >= (8, 9)
-    if on_nvidia and capability < (8, 0):
-        raise Refusal(f"{device}: compute capability {capability[0]}.{capability[1]} has no bf16 matrix "
-                      "units, expected 8.0 or newer (A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
-    properties = torch.cuda.get_device_properties(device) if on_nvidia else None
-    small_tiles = on_nvidia and properties.shared_memory_per_block_optin < USUAL_TILES_BYTES
-    if fp8 == "on" and not has_fp8:
-        raise Refusal("--fp8=on: it needs compilation and fp8 matrix units (compute capability 8.9 or "
-                      "newer); use --fp8=off")
-    if attention == "flex" and not has_flex:
-        raise Refusal("--attention=flex: it needs a GPU, compilation, block_tokens=128, and head_dim, "
-                      "qk_dim and copy_dim from 16 on; use --attention=dense")
-    if graphs == "on" and not can_record:
-        raise Refusal("--graphs=on: it needs an NVIDIA GPU and compilation; use --graphs=off")
-    return Kernels(compile=compiled, flex=has_flex and attention != "dense", fp8=has_fp8 and fp8 != "off",
-                   graphs=can_record and graphs != "off", small_tiles=small_tiles,
-                   dtype=torch.bfloat16 if on_gpu else torch.float32)
+    compiled = compilation == "on" or (compilation == "auto" and on_gpu)
+    major, minor = torch.cuda.get_device_capability(device) if on_nvidia else (0, 0)
+    refuse_if(on_nvidia and major < 8,
+              f"{device}: compute capability {major}.{minor} has no bf16 matrix units, expected 8.0 or newer "
+              "(A100, 3090); CUDA_VISIBLE_DEVICES= trains on the CPU")
+    small_tiles = False
+    if on_nvidia:
+        shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        small_tiles = shared_memory < USUAL_TILES_BYTES
+
+    def chosen(key: str, word: str, reference: str, is_there: bool, needs: str) -> bool:
+        """Whether to take a fast path: where it is there, unless the word names the reference."""
+        refuse_if(word not in ("auto", reference) and not is_there,
+                  f"--{key}={word}: it needs {needs}; use --{key}={reference}")
+        return is_there and word != reference
+
+    return Kernels(
+        compile=compiled, dtype=torch.bfloat16 if on_gpu else torch.float32, small_tiles=small_tiles,
+        flex=chosen("attention", attention, "dense", on_gpu and compiled and fits_flex, "a GPU, compilation, "
+                    "block_tokens=128, and head_dim, qk_dim and copy_dim from 16 on"),
+        fp8=chosen("fp8", fp8, "off", compiled and (major, minor) >= (8, 9),
+                   "compilation and fp8 matrix units (compute capability 8.9 or newer)"),
+        graphs=chosen("graphs", graphs, "off", compiled and on_nvidia, "an NVIDIA GPU and compilation"))
 
 
 class Recorder:
@@ -522,26 +528,22 @@ def softcap(logits: Tensor, cap_shift_width: tuple[float, float, float]) -> Tens
     return cap * torch.sigmoid((logits.float() + shift) / width)
 
 
-def mixed_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
-                        cap_shift_width: tuple[float, float, float], further: Tensor | None = None,
+def mixed_cross_entropy(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log_copy: Tensor,
+                        cap_shift_width: tuple[float, float, float],
                         further_weights: Tensor | None = None) -> Tensor:
     """Summed loss of a softmax mixed with copies: -log(e^log_lm softmax(logits)[target] + e^log_copy).
-    logits = softcap(x w^T), for x [T, E], w [V, E]. Negative targets [T] are left out. -> fp32 scalar.
+    logits = softcap(x w^T), for x [T, E], w [V, E]. Negative targets are left out. -> fp32 scalar.
     log_lm [T]: log of the share of probability that goes to the softmax (lm: the language model proper).
     log_copy [T]: log of the probability that the copy pointer (room 5) gives to the target.
-    further [2, T]: targets of the next positions, which add weight * -log softmax(logits)[target], for the
-    weights [2] (multi-token prediction, Gloeckle et al. 2024, here by one head).
+    targets [K, T]: those of the next position, then K - 1 further ones, which add
+    weight * -log softmax(logits)[target] (multi-token prediction, Gloeckle et al. 2024, here by one head).
     It is the reference, and what validation uses everywhere."""
     capped = softcap(F.linear(x, w), cap_shift_width)
-    logsumexp = capped.logsumexp(1)
-
-    def log_p(targets: Tensor) -> Tensor:
-        return capped.gather(1, targets.clamp(min=0).long()[:, None])[:, 0] - logsumexp
-
-    loss = -(torch.logaddexp(log_lm + log_p(targets), log_copy) * (targets >= 0)).sum()
-    if further is not None:
-        for more_targets, weight in zip(further, further_weights):
-            loss = loss - weight * (log_p(more_targets) * (more_targets >= 0)).sum()
+    target_logits = capped.gather(1, targets_KT.clamp(min=0).long().t()).t()
+    log_p, has_target = target_logits - capped.logsumexp(1), targets_KT >= 0
+    loss = -(torch.logaddexp(log_lm + log_p[0], log_copy) * has_target[0]).sum()
+    for k in range(1, len(targets_KT)):
+        loss = loss - further_weights[k - 1] * (log_p[k] * has_target[k]).sum()
     return loss
 
 
@@ -610,9 +612,8 @@ def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, shares: 
     return grad * z * (1 - z / cap) / width
 
 
-def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
-                   cap_shift_width: tuple[float, float, float], fp8: bool, further: Tensor | None = None,
-                   further_weights: Tensor | None = None):
+def head_gradients(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log_copy: Tensor,
+                   cap_shift_width: tuple[float, float, float], further_weights: Tensor | None, fp8: bool):
     """mixed_cross_entropy and its gradients by x, w, log_lm and log_copy, from logits that are made once.
     fp8 (record 19): operands are e4m3, gradients by logits e5m2, products bf16."""
     if fp8:
@@ -620,10 +621,9 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), fast_sums=True)
     else:
         logits = F.linear(x, w)
-    all_targets = targets[None] if further is None else torch.cat((targets[None], further))
-    losses, logsumexp, shares = softmax_losses(logits, all_targets, log_lm, log_copy, cap_shift_width,
+    losses, logsumexp, shares = softmax_losses(logits, targets_KT, log_lm, log_copy, cap_shift_width,
                                                further_weights)
-    grad = logits_gradient(logits, logsumexp, all_targets, shares, cap_shift_width)
+    grad = logits_gradient(logits, logsumexp, targets_KT, shares, cap_shift_width)
     if fp8:
         g8 = (grad * G_SCALE).to(torch.float8_e5m2)
         dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
@@ -632,22 +632,22 @@ def head_gradients(x: Tensor, w: Tensor, targets: Tensor, log_lm: Tensor, log_co
     else:
         grad = grad.to(x.dtype)
         dx, dw = grad @ w, grad.t() @ x
-    return losses.sum(), dx, dw, -shares[0], shares[0] - (targets >= 0).float()
+    return losses.sum(), dx, dw, -shares[0], shares[0] - (targets_KT[0] >= 0).float()
 
 
 class HeadLoss(torch.autograd.Function):
     """head_gradients as a differentiable scalar. gradients is head_gradients, compiled or not. The forward
     pass does all the work; the backward pass only multiplies by the gradient from above."""
     @staticmethod
-    def forward(ctx, gradients, x, w, targets, log_lm, log_copy, cap_shift_width, fp8, further, weights):
-        loss, *saved = gradients(x, w, targets, log_lm, log_copy, cap_shift_width, fp8, further, weights)
+    def forward(ctx, gradients, x, w, targets_KT, log_lm, log_copy, cap_shift_width, further_weights, fp8):
+        loss, *saved = gradients(x, w, targets_KT, log_lm, log_copy, cap_shift_width, further_weights, fp8)
         ctx.save_for_backward(*saved)
         return loss
 
     @staticmethod
     def backward(ctx, upstream):
         dx, dw, d_lm, d_copy = (t * upstream.to(t.dtype) for t in ctx.saved_tensors)
-        return None, dx, dw, None, d_lm, d_copy, None, None, None, None
+        return None, dx, dw, None, d_lm, d_copy, None, None, None
 
 
 def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor]:
@@ -801,19 +801,21 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
     return Mask(segments_BT, same_document(segments_BT, 1), blocks=lists)
 
 
-def flex_lists(mask: Mask, block: int) -> BlockMask:
-    """FlexAttention's own type, from the lists of block_mask."""
-    segments, T = mask.segments_BT, mask.segments_BT.size(1)
-    def allowed(b, h, i, j):
-        return (i >= j) & (segments[b, i] == segments[b, j])
-    return BlockMask((T, T), *mask.blocks, BLOCK_SIZE=(block, block), mask_mod=allowed)
-
-
 # What FlexAttention's kernels hold at once, for GPUs with less shared memory (3090, 4090, L4: 99 KiB) than a
 # pipeline of three of the usual tiles takes: queries [128, 128] and thrice keys and values [64, 128] in bf16.
 USUAL_TILES_BYTES = 2 * (128 * 128 + 3 * 2 * 64 * 128)
 SMALL_TILES = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_stages=2, bwd_num_stages=1,
                    bwd_BLOCK_M1=32, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=32)
+
+def flex_attend(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Mask, block: int, **more):
+    """FlexAttention over the lists of block_mask."""
+    segments, T = mask.segments_BT, mask.segments_BT.size(1)
+    def allowed(b, h, i, j):
+        return (i >= j) & (segments[b, i] == segments[b, j])
+    lists = BlockMask((T, T), *mask.blocks, BLOCK_SIZE=(block, block), mask_mod=allowed)
+    kernel_options = SMALL_TILES if mask.small_tiles else None
+    return flex_attention(q_BHTD, k_BHTD, v_BHTD, block_mask=lists, kernel_options=kernel_options, **more)
+
 
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
     """softmax(scale * q.k) v under the mask: FlexAttention over lists of blocks or SDPA over a dense mask."""
@@ -821,8 +823,7 @@ def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: fl
     if mask.blocks is None:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, scale=scale)
     else:
-        y = flex_attention(q, k, v, block_mask=flex_lists(mask, block), scale=scale,
-                           kernel_options=SMALL_TILES if mask.small_tiles else None)
+        y = flex_attend(q, k, v, mask, block, scale=scale)
     return y.transpose(1, 2)
 
 
@@ -848,9 +849,8 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
         return torch.where((h == 0) | (tokens_BT[b, j] == targets_BT[b, i]), score, NO_MATCH)
     q, k = torch.stack((q_BTD, q_BTD), 1), torch.stack((k_BTD, k_BTD), 1)
     no_values = torch.zeros_like(k[..., :16])        # 16: the narrowest that the kernel takes
-    y, aux = flex_attention(q, k, no_values, score_mod=all_or_targets, scale=q.size(-1) ** -0.5,
-                            block_mask=flex_lists(mask, block), return_aux=AuxRequest(lse=True),
-                            kernel_options=SMALL_TILES if mask.small_tiles else None)
+    y, aux = flex_attend(q, k, no_values, mask, block, score_mod=all_or_targets, scale=q.size(-1) ** -0.5,
+                         return_aux=AuxRequest(lse=True))
     # + 0 y: the backward pass can't be compiled without a gradient of the output (torch 2.11)
     return (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
 
@@ -867,12 +867,12 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class Group(NamedTuple):
-    """Parameters that share one rule and one rate. A cell that the rule doesn't read is None.
+    """Parameters that share one rule and one rate: a row of room 5's table. None: the rule doesn't read it.
     A parameter of kind "rows" is a table [R, C] that is looked up by row. It has .touched instead of .grad:
     a list with (ids [..], gradients [.., C] of these rows) for each pass."""
     name: str
     kind: str                    # the rule, by its name in RULES: muon | adam | rows
-    params: dict[str, nn.Parameter]
+    pattern: str                 # a regular expression for the whole names of its parameters
     lr: float
     betas: tuple[float | None, float | None] = (None, None)
     eps: float | None = None
@@ -881,6 +881,7 @@ class Group(NamedTuple):
     decay: float = 0.0
     ema: bool = False            # the final weights are blended with their average over the end of the run
     matmul: bool = False         # these are matrices that multiply activations: utilisation counts them
+    params: dict[str, nn.Parameter] = {}      # by name: what param_groups found for the pattern
 
 
 def cautious_step(weight: Tensor, step: Tensor, decay: Tensor) -> None:
@@ -1008,6 +1009,9 @@ class Bank:
     load(tensors)             takes over what gathered() gave, on any number of ranks
     It has group, world, steps (updates so far), weight (whole), master (what this rank updates, exact), state
     (by name) and, after reduce, grad_shard (of which a step reports the norm)."""
+    def state_to_save(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, as this rank has it."""
+        return {"weight": self.master, **self.state}
 
 
 class DenseBank(Bank):
@@ -1034,7 +1038,7 @@ class DenseBank(Bank):
         self.shard_slice = slice(world.rank * shard_len, (world.rank + 1) * shard_len)
         self.weight_shard = self.weight[self.shard_slice]
         self.grad_shard = self.grad if world.size == 1 else torch.zeros_like(self.weight_shard)
-        self.master = self.weight_shard if self.weight.dtype == torch.float32 else self.weight_shard.float()
+        self.master = self.weight_shard.float()          # the shard itself where that is fp32
         self.state = rule.state(self.master)
         if group.ema:
             self.state["ema"] = torch.zeros_like(self.master)
@@ -1062,10 +1066,6 @@ class DenseBank(Bank):
 
     def tensors(self) -> list[Tensor]:
         return [self.weight, self.grad, self.master, *self.state.values()]
-
-    def state_to_save(self) -> dict[str, Tensor]:
-        """This rank's shards of what a checkpoint keeps."""
-        return {"weight": self.master, **self.state}
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         for kind, shard in self.state_to_save().items():
@@ -1152,8 +1152,7 @@ class RowBank(Bank):
         return list(self.state.values())
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        yield f"{self.name}/weight", self.weight
-        for kind, tensor in self.state.items():
+        for kind, tensor in self.state_to_save().items():
             yield f"{self.name}/{kind}", tensor
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -1222,10 +1221,10 @@ class Optimizer:
             yield from bank.gathered()
 
     @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
-        """Takes over what gathered() gave, on any number of ranks; steps by bank."""
+    def load(self, tensors: dict[str, Tensor], steps: int) -> None:
+        """Takes over what gathered() gave after so many steps, on any number of ranks."""
         for bank in self.banks:
-            bank.steps = steps[bank.group.name]
+            bank.steps = steps
             bank.load(tensors)
 
 
@@ -1502,66 +1501,51 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask, view: View) -> Tensor:
         """Summed loss of final states [B, T, E], row by row."""
         log_lm, log_copy = self.pointer(x, tokens, targets, mask)
-        further = next_targets(targets, mask.segments_BT) if view.further_targets else [None] * len(x)
+        targets_BKT = targets[:, None]
+        if view.further_targets:
+            targets_BKT = torch.cat((targets_BKT, next_targets(targets, mask.segments_BT)), 1)
         with torch.set_grad_enabled(view.training):     # validation runs training's graphs up to here
             # unbind: its backward pass stacks the rows' gradients once; x[i] would add up B padded copies
-            rows = zip(x.unbind(), targets.unbind(), log_lm.unbind(), log_copy.unbind(), further)
+            rows = zip(x.unbind(), targets_BKT.unbind(), log_lm.unbind(), log_copy.unbind())
             return sum(self.row_loss(*row, view, view.row + i) for i, row in enumerate(rows))
 
-    def row_loss(self, x_TE: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
-                 further: Tensor | None, view: View, row: int | Tensor) -> Tensor:
-        """Loss of one row: [T, E], [T] thrice, [2, T] -> scalar, over all ids or candidates of its own."""
-        c, w = self.config, self.embed
+    def row_loss(self, x_TE: Tensor, targets_KT: Tensor, log_lm: Tensor, log_copy: Tensor, view: View,
+                 row: int | Tensor) -> Tensor:
+        """Loss of one row: [T, E], [K, T], [T] twice -> scalar, over all ids or candidates of its own."""
+        w = self.embed
         if view.candidates:
-            ids, columns = candidate_set(targets, len(w), view.candidates, start=row * view.candidates)
+            ids, columns = candidate_set(targets_KT[0], len(w), view.candidates, start=row * view.candidates)
             w = w.index_select(0, ids)
-            targets = torch.where(targets < 0, -1, columns[targets.clamp(min=0).long()])
-            if further is not None:
-                further = torch.where(further < 0, -1, columns[further.clamp(min=0).long()])
-        inputs, weights = (x_TE, w, targets, log_lm, log_copy, c.softcap), view.further_weights
+            targets_KT = torch.where(targets_KT < 0, -1, columns[targets_KT.clamp(min=0).long()])
+        inputs = x_TE, w, targets_KT, log_lm, log_copy, self.config.softcap, view.further_weights
         if view.training and self.kernels.compile:
-            return HeadLoss.apply(self.head_gradients, *inputs, self.kernels.fp8, further, weights)
-        return self.cross_entropy(*inputs, further, weights)
+            return HeadLoss.apply(self.head_gradients, *inputs, self.kernels.fp8)
+        return self.cross_entropy(*inputs)
 
 
-class Family(NamedTuple):
-    """Parameters that learn alike: a row of param_groups. None: the rule (see RULES) doesn't read it."""
-    name: str
-    kind: str                    # muon: matrices of one shape | adam: any | rows: a table, looked up by row
-    pattern: str                 # a regular expression for the whole name of a parameter
-    lr: float
-    betas: tuple[float | None, float | None]
-    eps: float | None
-    decay: float                 # a step takes up to decay x lr^2 of a weight
-    ema: bool                    # the final weights are blended with their average over the end of the run
-    matmul: bool                 # these are matrices that multiply activations (gates are too small to count)
-
-
-def param_groups(c: Config, model: nn.Module) -> list[dict]:
-    """Room 4's groups, field by field, in the order of reduction.
+def param_groups(c: Config, model: nn.Module) -> list[Group]:
+    """How parameters learn (see Group), in the order of reduction. A muon group's matrices have one shape.
     Raises ValueError for a parameter that no pattern or more than one matches."""
     # table
-    families = (
-        #      name            kind    pattern              lr               betas        eps    decay  ema   matmul
-        Family("embed",        "adam", r"embed",            c.lr_embed,      (.5, .99),   1e-10, .75,  True,  True),
-        Family("value_embeds", "adam", r"value_embeds",     c.lr_value,      (.75, .99),  1e-10, .025, False, False),
-        Family("scalars",      "adam", r".*(mix|scales?)",  c.lr_scalar,     (.9, .99),   1e-10, 0.,   False, False),
-        Family("gates",        "adam", r".*gates",          c.lr_embed,      (.9, .99),   1e-10, .005, False, False),
-        Family("copy_qk",      "muon", r".*copy_qk",        c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
-        Family("qk",           "muon", r".*\.qk",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
-        Family("value_out",    "muon", r".*\.(value|out)",  c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
-        Family("mlp_up",       "muon", r".*\.up",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
-        Family("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .95), None,  1.2,  True,  True),
-        Family("ngrams",       "rows", r"ngrams",           c.lr_table,      (None, .95), 1e-15, .025, False, False))
+    table = (
+        #     name            kind    pattern              lr               betas        eps    decay  ema   matmul
+        Group("embed",        "adam", r"embed",            c.lr_embed,      (.5, .99),   1e-10, .75,  True,  True),
+        Group("value_embeds", "adam", r"value_embeds",     c.lr_value,      (.75, .99),  1e-10, .025, False, False),
+        Group("scalars",      "adam", r".*(mix|scales?)",  c.lr_scalar,     (.9, .99),   1e-10, 0.,   False, False),
+        Group("gates",        "adam", r".*gates",          c.lr_embed,      (.9, .99),   1e-10, .005, False, False),
+        Group("copy_qk",      "muon", r".*copy_qk",        c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Group("qk",           "muon", r".*\.qk",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Group("value_out",    "muon", r".*\.(value|out)",  c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Group("mlp_up",       "muon", r".*\.up",           c.lr_matrix,     (None, .95), None,  1.2,  True,  True),
+        Group("mlp_down",     "muon", r".*\.down",         2 * c.lr_matrix, (None, .95), None,  1.2,  True,  True),
+        Group("ngrams",       "rows", r"ngrams",           c.lr_table,      (None, .95), 1e-15, .025, False, False))
     # end of table
     groups, owners = [], Counter()
-    for family in families:
-        group = family._asdict()
-        pattern = group.pop("pattern")
-        group["params"] = {name: p for name, p in model.named_parameters() if re.fullmatch(pattern, name)}
-        owners.update(group["params"].keys())
-        if any(p.numel() for p in group["params"].values()):
-            groups.append(group)
+    for row in table:
+        params = {name: p for name, p in model.named_parameters() if re.fullmatch(row.pattern, name)}
+        owners.update(params.keys())
+        if any(p.numel() for p in params.values()):
+            groups.append(row._replace(params=params))
     for name, _ in model.named_parameters():
         if owners[name] != 1:
             raise ValueError(f"parameter {name} belongs to {owners[name]} groups: add it to a pattern in "
@@ -1579,27 +1563,27 @@ SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tok
 SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 1024                    # 256 int32: magic, version, number of tokens, unused
 SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fit a cache as int32
+HASHED_TOKENS = 64                           # documents that begin with the same ones count as the same
+MAX_MEAN_LENGTH = 10 ** 6                    # of documents, in tokens: no text has longer ones
 
 def open_shard(path: str) -> Tensor:
     """The tokens of a shard in FineWeb's format, a header and then uint16, memory-mapped. Raises Refusal."""
-    try:
+    with reading(path, "delete it and download or make it again, or name others: --train_files, --val_files"):
+        refuse_if(not os.path.isfile(path), "no file")               # to open a pipe would wait for a writer
         with open(path, "rb") as file:
             header = file.read(SHARD_HEADER_BYTES)
         size = os.path.getsize(path)
+        refuse_if(size < SHARD_HEADER_BYTES,
+                  f"{size} bytes, too short to hold a shard header: the pointer text of a file store?")
         magic, version, count = (int.from_bytes(header[at:at + 4], "little", signed=True) for at in (0, 4, 8))
+        refuse_if((magic, version) != (SHARD_MAGIC, SHARD_VERSION),
+                  f"found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION}; raw "
+                  "tokens have none, 20240801 is the 32-bit-token format")
         expected_size = SHARD_HEADER_BYTES + 2 * count
-        fault = f"header says {count:,} tokens ({expected_size:,} bytes), found {size:,} bytes"
-        if size < SHARD_HEADER_BYTES:
-            fault = f"{size} bytes, too short to hold a shard header (the pointer text of a file store?)"
-        elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-            fault = (f"found magic/version {magic}/{version}, expected {SHARD_MAGIC}/{SHARD_VERSION} "
-                     "(raw tokens have none; 20240801 is the 32-bit-token format)")
-        elif count > 0 and size == expected_size:
-            whole_file = torch.from_file(path, shared=False, size=size // 2, dtype=torch.uint16)
-            return whole_file[SHARD_HEADER_BYTES // 2:]
-    except (OSError, RuntimeError) as error:     # RuntimeError: it can't be mapped
-        fault = f"can't be read ({error})"
-    raise Refusal(f"{path}: {fault}; delete it and download or make it again, or name other files")
+        refuse_if(count <= 0 or size != expected_size,
+                  f"header says {count:,} tokens ({expected_size:,} bytes), found {size:,} bytes")
+        whole_file = torch.from_file(path, shared=False, size=size // 2, dtype=torch.uint16)
+        return whole_file[SHARD_HEADER_BYTES // 2:]
 
 
 def matching_files(pattern: str, what: str) -> list[str]:
@@ -1631,12 +1615,7 @@ def find_shards(patterns: str, what: str) -> list[str]:
                       f"*{what}*.bin): name others with --{what}_files=PATTERN, or make some: python "
                       "data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
     first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
-    paths = sorted(first_name_of.values())
-    for path in paths:                           # before anyone opens it: a pipe would wait for a writer
-        if not os.path.isfile(path) or not os.access(path, os.R_OK):
-            raise Refusal(f"{path}: no file that can be read; "
-                          f"restore it, or name others with --{what}_files=PATTERN")
-    return paths
+    return sorted(first_name_of.values())
 
 
 def dataset_card(paths: list[str]) -> dict | None:
@@ -1644,35 +1623,44 @@ def dataset_card(paths: list[str]) -> dict | None:
     card = Path(paths[0]).parent / "dataset.json"
     if not os.path.lexists(card):
         return None
-    try:
-        text = card.read_text(encoding="utf-8-sig") if card.is_file() else "no file"     # -sig: of Windows
-        found = json.loads(text)
+    with reading(card, "make this dataset card again with data/text.py"):
+        refuse_if(not card.is_file(), "no file")
+        found = json.loads(card.read_text(encoding="utf-8-sig"))         # -sig: of Windows
         vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
-        if {type(vocab_size), type(eod_id)} != {int} or not 0 <= eod_id < vocab_size <= 65_536:
-            raise ValueError(f"0 <= eod_id < vocab_size <= 65536 isn't {eod_id!r:.40}, {vocab_size!r:.40}")
+        whole_numbers = {type(vocab_size), type(eod_id)} == {int}
+        refuse_if(not whole_numbers or not 0 <= eod_id < vocab_size <= 2 ** 16,
+                  f"0 <= eod_id < vocab_size <= 65536 isn't {eod_id!r:.40}, {vocab_size!r:.40}")
         return dict(tokenizer=str(tokenizer) if tokenizer else None, vocab_size=vocab_size, eod_id=eod_id)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        text = f"{card}: not a usable dataset card ({error!r:.200}); make it again with data/text.py"
-        raise Refusal(text) from None
+
+
+def fingerprint(path: str) -> str:
+    """16 hex digits of the sha256 over header, first and last MiB: names a file; data/verify.py checks it."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        digest.update(file.read(SHARD_HEADER_BYTES + 2 ** 20))
+        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
+        digest.update(file.read())
+    return digest.hexdigest()[:16]
 
 
 class TokenStream:
-    """The tokens of several shards as one memory-mapped sequence: reads them, finds documents, checks ids."""
-    def __init__(self, paths: list[str], vocab_size: int):
-        self.paths, self.vocab_size = paths, vocab_size
+    """The tokens of several shards as one memory-mapped sequence: reads them, finds documents, checks ids.
+    card: what dataset_card found. files: what the log says of each shard."""
+    def __init__(self, paths: list[str], vocab_size: int, card: dict | None = None):
+        self.paths, self.vocab_size, self.card = paths, vocab_size, card
         self.shards = [open_shard(path) for path in paths]       # uint16, with which torch hardly computes
+        self.files = [dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=len(shard),
+                           fingerprint=fingerprint(path)) for path, shard in zip(paths, self.shards)]
         self.starts = [0, *itertools.accumulate(map(len, self.shards))]      # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
         refuse_if(self.num_tokens < 2, f"{paths[0]}: holds 1 token; expected 2, an input and its target")
         self.indexed: dict[tuple[int, int], list[int]] = {}              # what document_starts has found
 
-    def read(self, start: int, stop: int, out: Tensor) -> None:
-        """Copy tokens start..stop-1 into out (int32), over the borders of shards."""
-        k = bisect.bisect_right(self.starts, start) - 1
-        while start < stop:
-            tokens = self.shards[k][start - self.starts[k]:stop - self.starts[k]]     # ends with its shard
-            out[:len(tokens)] = tokens
-            start, out, k = start + len(tokens), out[len(tokens):], k + 1
+    def read(self, start: int, stop: int) -> Tensor:
+        """Tokens start..stop-1, int32, over the borders of shards."""
+        first, last = (bisect.bisect_right(self.starts, place) - 1 for place in (start, stop))
+        shards = zip(self.shards[first:last + 1], self.starts[first:])
+        return torch.cat([shard[max(0, start - begin):max(0, stop - begin)].int() for shard, begin in shards])
 
     def document_starts(self, k: int, eod_id: int) -> list[int]:
         """Positions in the stream of the marks (eod_id) of shard k. Raises Refusal on ids out of range."""
@@ -1696,25 +1684,24 @@ class TokenStream:
         for k in range(first_shard, len(self.paths)):
             yield from self.document_starts(k, eod_id)
 
-    def document_hashes(self, k: int, eod_id: int, length: int = 64) -> Tensor:
-        """int64 [documents]: a hash of the first length tokens after the mark, of each document of shard k
+    def document_hashes(self, k: int, eod_id: int) -> Tensor:
+        """int64 [documents]: a hash of the first HASHED_TOKENS after the mark, of each document of shard k
         that has so many: the sum of tokens times odd random numbers (Carter and Wegman 1979)."""
         tokens = self.shards[k]
         starts = torch.tensor(self.document_starts(k, eod_id), dtype=torch.int64) - self.starts[k]
         lengths = starts.diff(append=torch.tensor([len(tokens)]))       # with the mark
-        starts = starts[lengths >= 1 + length]
+        starts = starts[lengths >= 1 + HASHED_TOKENS]
         generator = torch.Generator().manual_seed(0)
-        odd_numbers = torch.randint(-2 ** 62, 2 ** 62, (length,), generator=generator) * 2 + 1
-        texts = tokens[starts[:, None] + 1 + torch.arange(length)]      # [documents, length]
+        odd_numbers = torch.randint(-2 ** 62, 2 ** 62, (HASHED_TOKENS,), generator=generator) * 2 + 1
+        texts = tokens[starts[:, None] + 1 + torch.arange(HASHED_TOKENS)]
         return (texts.long() * odd_numbers).sum(1)
 
-
-def need_documents(stream: TokenStream, eod_id: int) -> None:
-    """Raises Refusal when shards without a dataset.json hardly hold a mark: another tokenizer made them."""
-    marks = len(stream.document_starts(0, eod_id))
-    refuse_if(dataset_card(stream.paths) is None and marks * 10 ** 6 < stream.starts[1],
-              f"no end-of-document id {eod_id} in {stream.paths[0]} (or fewer than one in a million tokens); "
-              "was dataset.json left behind?")
+    def need_documents(self, eod_id: int) -> None:
+        """Raises Refusal when shards without a card hardly hold a mark: another tokenizer made them."""
+        marks = len(self.document_starts(0, eod_id))
+        refuse_if(self.card is None and marks * MAX_MEAN_LENGTH < len(self.shards[0]),
+                  f"no end-of-document id {eod_id} in {self.paths[0]} (or fewer than one in "
+                  f"{MAX_MEAN_LENGTH:,} tokens); was dataset.json left behind?")
 
 
 class Position(NamedTuple):
@@ -1780,13 +1767,17 @@ class Batch(NamedTuple):
     position: Position
 
 
-def fill_row(stream: TokenStream, spans: list[tuple[int, int]], inputs: Tensor, targets: Tensor) -> None:
-    """Write the spans' tokens into inputs, and into targets their true successors in the stream."""
-    for start, stop in spans:
-        length = stop - start
-        stream.read(start, stop, inputs[:length])
-        stream.read(start + 1, stop + 1, targets[:length])
-        inputs, targets = inputs[length:], targets[length:]
+def fill_rows(stream: TokenStream, rows: list[list[tuple[int, int]]], shape: tuple[int, int], eod_id: int,
+              pinned: bool = False) -> tuple[Tensor, Tensor]:
+    """Inputs, int32 of this shape [rows, T], with the tokens of each row's spans, and targets, their true
+    successors in the stream. What is left is empty: eod_id, with targets -1."""
+    inputs = torch.full(shape, eod_id, dtype=torch.int32, pin_memory=pinned)
+    targets = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
+    for i, spans in enumerate(rows):
+        length = sum(stop - start for start, stop in spans)
+        inputs[i, :length] = torch.cat([stream.read(start, stop) for start, stop in spans])
+        targets[i, :length] = torch.cat([stream.read(start + 1, stop + 1) for start, stop in spans])
+    return inputs, targets
 
 
 def rows_per_rank(num_rows: int, size: int) -> int:
@@ -1797,15 +1788,13 @@ def rows_per_rank(num_rows: int, size: int) -> int:
 def batches(planner: Planner, plan: Iterable[tuple[int, int]], row_tokens: int, rank: int, size: int,
             pinned: bool = False, ahead: int = 32) -> Iterator[Batch]:
     """One Batch for each (rows over all ranks, max_doc_tokens) of the plan, prepared ahead by a thread. Row i
-    goes to rank i // rows_per_rank. Empty rows are eod_id, with targets -1."""
+    goes to rank i // rows_per_rank."""
     def prepare(num_rows: int, max_doc_tokens: int) -> Batch:
         rows = planner.rows(num_rows, row_tokens, max_doc_tokens)
         per_rank = rows_per_rank(num_rows, size)
-        inputs = torch.full((per_rank, row_tokens), planner.eod_id, dtype=torch.int32, pin_memory=pinned)
-        targets = torch.full((per_rank, row_tokens), -1, dtype=torch.int32, pin_memory=pinned)
-        for i, spans in enumerate(rows[rank * per_rank:(rank + 1) * per_rank]):
-            fill_row(planner.stream, spans, inputs[i], targets[i])
-        return Batch(inputs, targets, planner.position)
+        rows = rows[rank * per_rank:(rank + 1) * per_rank]
+        filled = fill_rows(planner.stream, rows, (per_rank, row_tokens), planner.eod_id, pinned)
+        return Batch(*filled, planner.position)
     with ThreadPoolExecutor(1) as pool:
         futures = (pool.submit(prepare, *step) for step in plan)       # submitted when islice takes them
         waiting = deque(itertools.islice(futures, ahead + 1))
@@ -1820,13 +1809,11 @@ def validation_rows(stream: TokenStream, num_targets: int, row_tokens: int, over
     each; batch i goes to rank i % size. A row begins with overlap tokens of context, whose targets are -1."""
     firsts = range(0, num_targets, row_tokens - overlap)           # of each row, the first input that counts
     for k in range(rank * num_rows, len(firsts), size * num_rows):
-        inputs = torch.full((num_rows, row_tokens), eod_id, dtype=torch.int32)
-        targets = torch.full((num_rows, row_tokens), -1, dtype=torch.int32)
-        for i, first in enumerate(firsts[k:k + num_rows]):
-            start = max(0, first - overlap)
-            stop = min(first + firsts.step, num_targets)
-            fill_row(stream, [(start, stop)], inputs[i], targets[i])
-            targets[i, :first - start] = -1
+        chosen = firsts[k:k + num_rows]
+        rows = [[(max(0, first - overlap), min(first + firsts.step, num_targets))] for first in chosen]
+        inputs, targets = fill_rows(stream, rows, (num_rows, row_tokens), eod_id)
+        for i, first in enumerate(chosen):
+            targets[i, :min(first, overlap)] = -1
         yield inputs, targets
 
 
@@ -1926,7 +1913,7 @@ def ema_rate_at(c: Config, step: int) -> float:
 FENCE = "=" * 100                        # a line of its own, before and after the header
 COMMAND_TIMEOUT_S = 5                    # for nvidia-smi and git, which may hang
 WEIGHTS = "weights.pt"                   # a dict of tensors by "PARAMETER/KIND"
-CHECKPOINT_FACTS = ("step", "tokens", "position", "total_ms", "step_ms", "run", "bank_steps", "files")
+CHECKPOINT_FACTS = ("step", "tokens", "position", "total_ms", "step_ms", "run", "files")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 
@@ -2020,16 +2007,6 @@ def git_state(folder: str) -> dict:
     return dict(commit=lines[0].removeprefix("# branch.oid "), dirty=dirty)
 
 
-def fingerprint(path: str) -> str:
-    """16 hex digits of the sha256 over header, first and last MiB: names a file; data/verify.py checks it."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        digest.update(file.read(1024 + 2 ** 20))
-        file.seek(max(0, os.path.getsize(path) - 2 ** 20))
-        digest.update(file.read())
-    return digest.hexdigest()[:16]
-
-
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -2050,8 +2027,7 @@ class Clock:
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.total_ms, self.resumed_at = 0.0, None       # up to the last pause; seconds
-        self.last = None                                 # the stamp at the end of the last step
-        self.step_ms, self.unread = [], []               # finished steps; (stamp, stamp) of the others
+        self.step_ms, self.stamps = [], deque()          # of finished steps; from the last one's end on
 
     def synchronize(self) -> None:
         if self.cuda:
@@ -2067,7 +2043,7 @@ class Clock:
 
     def resume(self) -> None:
         self.synchronize()
-        self.resumed_at, self.last = time.perf_counter(), self.stamp()
+        self.resumed_at, self.stamps = time.perf_counter(), deque([self.stamp()])
 
     def pause(self) -> None:
         self.synchronize()
@@ -2075,13 +2051,12 @@ class Clock:
         self.collect()
 
     def step_done(self) -> None:
-        before, self.last = self.last, self.stamp()
-        self.unread.append((before, self.last))
+        self.stamps.append(self.stamp())
 
     def collect(self, keep: int = 0) -> None:
         """Move the times of finished steps into step_ms, all but the last keep; waits for the device."""
-        while len(self.unread) > keep:
-            begin, end = self.unread.pop(0)
+        while len(self.stamps) > 1 + keep:
+            begin, end = self.stamps.popleft(), self.stamps[0]
             if self.cuda:
                 end.synchronize()
                 self.step_ms.append(begin.elapsed_time(end))
@@ -2099,18 +2074,18 @@ class Store:
         self.folder, self.log = folder, log
         self.last: Path | None = None                    # the newest checkpoint that is whole
         self.failed = False                              # whether the latest attempt did
-        self.pool, self.writing = ThreadPoolExecutor(1), None
+        self.writing = threading.Thread()                # none at first
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict) -> None:
         """Write tensors (on the CPU, no one else's) while training goes on, once the last write has ended."""
         self.close()
-        self.writing = self.pool.submit(self.write, f"step_{step:06d}", tensors, facts)
+        self.writing = threading.Thread(target=self.write, args=(f"step_{step:06d}", tensors, facts))
+        self.writing.start()
 
     def close(self) -> None:
         """Wait until what is being written is whole."""
-        if self.writing:
-            self.writing.result()
-            self.writing = None                  # which lets go of the tensors
+        if self.writing.is_alive():
+            self.writing.join()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
         unfinished, whole = self.folder / f"writing_{name}", self.folder / name
@@ -2152,34 +2127,24 @@ def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
 
 def read_facts(folder: str | Path) -> dict:
     """checkpoint.json, whose first line is the sha256 of its rest. Raises Refusal."""
-    place = Path(folder) / "checkpoint.json"
-    try:
-        digest, _, body = place.read_bytes().partition(b"\n")
-        if hashlib.sha256(body).hexdigest().encode() != digest:
-            raise ValueError("damaged: its checksum differs")
+    file = Path(folder) / "checkpoint.json"
+    with reading(file, "take another checkpoint"):
+        digest, _, body = file.read_bytes().partition(b"\n")
+        refuse_if(hashlib.sha256(body).hexdigest().encode() != digest, "damaged: its checksum differs")
         facts = json.loads(body)
-        if missing := [key for key in CHECKPOINT_FACTS if key not in facts]:
-            raise ValueError(f"lacks {', '.join(missing)}")
-        return facts
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"{place}: can't be read ({error!s:.200}); take another checkpoint") from None
+        missing = [key for key in CHECKPOINT_FACTS if key not in facts]
+        refuse_if(missing != [], f"lacks {', '.join(missing)}")
+    return facts
 
 
 def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """(facts, tensors by "PARAMETER/KIND", read from disk when used). Raises Refusal that names the file when
     a byte is wrong, or when it holds more than tensors: its pickle then runs nothing."""
-    facts, place = read_facts(folder), Path(folder) / WEIGHTS
-    try:
-        if sha256_of(place) != facts["files"][WEIGHTS]:
-            raise ValueError("damaged: its checksum differs")
-        tensors = torch.load(place, map_location="cpu", weights_only=True, mmap=True)
-        if not all(type(t) is Tensor for t in tensors.values()):
-            raise TypeError("holds more than tensors")
-    except pickle.UnpicklingError:               # whose text advises to read it without the guard
-        raise Refusal(f"{place}: refused: it holds more than tensors; take another checkpoint") from None
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise Refusal(f"{place}: can't be read ({reason:.200}); take another checkpoint") from None
+    facts, file = read_facts(folder), Path(folder) / WEIGHTS
+    with reading(file, "take another checkpoint"):
+        refuse_if(sha256_of(file) != facts["files"][WEIGHTS], "damaged: its checksum differs")
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        refuse_if(not all(type(t) is Tensor for t in tensors.values()), "it holds more than tensors")
     return facts, tensors
 
 
@@ -2216,7 +2181,8 @@ class Progress:
     """Train lines from numbers that are copied off the device and read one step late, so that no step waits.
     banks: names of the groups of parameters whose gradients are looked at; header: the log's."""
     def __init__(self, c: Config, log: RunLog, clock: Clock, banks: list[str], header: dict):
-        self.config, self.log, self.clock, self.banks, self.header = c, log, clock, banks, header
+        self.config, self.log, self.clock, self.header = c, log, clock, header
+        self.names = ["loss", *(f"gradient of {bank}" for bank in banks)]
         self.waiting: tuple | None = None        # what push noted of the step whose numbers are not read yet
         self.tokens, self.stopping = 0, False
 
@@ -2243,10 +2209,9 @@ class Progress:
         (done, tokens, lr, stats), self.waiting = self.waiting, None
         self.clock.collect(newer_steps)                 # waits until the stats have arrived
         c = self.config
-        loss, *squared_norms, stop = stats.tolist()
-        gradients = {f"gradient of {bank}": norm for bank, norm in zip(self.banks, squared_norms)}
-        need_finite(f"step {done}", {"loss": loss} | gradients)
-        self.stopping = bool(stop)
+        *numbers, stop = stats.tolist()
+        need_finite(f"step {done}", dict(zip(self.names, numbers)))
+        loss, self.stopping = numbers[0], bool(stop)
         if done % c.log_every_steps == 0 or done == 1:
             times = self.clock.step_ms[-c.log_every_steps:] or [math.nan]
             ms = sum(times) / len(times)
@@ -2263,7 +2228,7 @@ class Progress:
 # Build, warm up, train, evaluate; then the guards. The timed region stands between clock.resume() and
 # clock.pause().
 
-@dataclass
+@dataclasses.dataclass
 class Run:
     """All that a run holds. The streams are memory-mapped; position is where the data stands."""
     config: Config
@@ -2275,26 +2240,26 @@ class Run:
     val_stream: TokenStream
     micro_rows: int
     forward_backward: Recorder
+    notes: list[str]             # what the log says of data and ranks
     position: Position = Position()
 
 
 def build(c: Config, world: World, overrides: dict) -> Run:
     """Check everything that can be checked cheaply, then make model and optimizer. Raises Refusal."""
     c, train_stream, val_stream = open_data(c, overrides)
-    budget(c, train_stream)
+    notes = [budget(c, train_stream), padding_in_words(c, world.size)]
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex, c.graphs)
     refuse_if(kernels.compile and not world.is_cuda and not find_compiler(),
               "--compile=on: no C compiler was found, which it needs; install gcc or use --compile=off")
     check_memory(c, world, kernels)
-    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.recompile_limit = 64        # graphs of one function, of which stages ask for many
     torch.manual_seed(c.seed)
     with torch.device(world.device):
         model = GPT(c, kernels)
-    groups = [Group(**group) for group in param_groups(c, model)]
-    optimizer = Optimizer(groups, world, kernels.compile and world.is_cuda)
+    optimizer = Optimizer(param_groups(c, model), world, kernels.compile and world.is_cuda)
     recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
     micro_rows = c.micro_rows or c.batch_tokens            # auto: as many as there are, at first
-    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, micro_rows, recorder)
+    return Run(c, world, kernels, model, optimizer, train_stream, val_stream, micro_rows, recorder, notes)
 
 
 def plan_from(c: Config, first: int) -> list[tuple[int, int]]:
@@ -2397,17 +2362,12 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
     header = {"run_id": log.run_id, **facts(run, overrides, argv)}
     progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
-    saved = load_checkpoint(run, progress) if c.resume else None
+    first = load_checkpoint(run, progress) if c.resume else 0
     log.header(SOURCE, header)
-    log.event("note: " + budget(c, run.train_stream))
     log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
               f"{run.kernels}")
-    if padding := padding_in_words(c, world.size):
-        log.event("note: " + padding)
-    if saved:
-        same_source = saved["run"]["source_sha256"] == header["source_sha256"]
-        origin = "" if same_source else ", written by another source"
-        log.event(f"note: resumed from {header['resumed_from']} at step {saved['step']}{origin}")
+    for note in run.notes:
+        log.event("note: " + note)
     if world.is_cuda:
         with compiler_beside(run, argv):
             warmup(run, log)
@@ -2417,8 +2377,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     clock.synchronize()
     time_to_first_step_s = round(process_age_s(), 2)
     log.event(f"note: time_to_first_step_s:{time_to_first_step_s}")
-    first = saved["step"] if saved else 0
-    with stop_signals() as signals, profiler_of(c, log, first) as profiler, contextlib.closing(store):
+    with stop_signals() as signals, profiler_of(c, log) as profiler, contextlib.closing(store):
         result = loop(run, progress, store, signals, profiler, first)
     if result["status"] == "stopped":
         if world.size > 1:
@@ -2426,15 +2385,14 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
         result["reason"] = f"{signal.Signals(result['signal']).name}; {advice}"
         log.event("note: " + result["reason"])
-    position, step = run.position, result["step"]
+    position, step, ms = run.position, result["step"], clock.total_ms
     log.event(f"note: data at epoch {position.epoch}, {position.dropped_tokens:,} tokens dropped by clipping")
     need_finite(f"step {step}", {f"the weights of {bank.group.name}": bank.weight for bank in banks})
     if c.self_check == "on":
         need_no_faults(run, "after the last step", unequal_ranks(run))
-    ms = clock.total_ms
     result |= dict(
-        train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, step), 3),
-        tokens_trained=progress.tokens, peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
+        train_time_ms=round(ms, 1), step_avg_ms=round(ms / max(1, step), 3), tokens_trained=progress.tokens,
+        peak_memory_mib=torch.cuda.max_memory_allocated() // 2 ** 20 or None,
         time_to_first_step_s=time_to_first_step_s, mfu=progress.mfu(progress.tokens, ms),
         checkpoint_failed=store.failed)
     log.write("step_times_ms:" + json.dumps([round(t, 2) for t in clock.step_ms]))
@@ -2475,8 +2433,10 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
                 result |= dict(status="target_reached", reason=reason)
             else:
                 clock.resume()
-        ended, every = result["status"], c.checkpoint_every_steps
-        if ended == "stopped" or (every and (ended or (step > first and step % every == 0))):
+        ended, is_due = result["status"], False
+        if c.checkpoint_every_steps:                      # then also at the end
+            is_due = ended or (step > first and step % c.checkpoint_every_steps == 0)
+        if is_due or ended == "stopped":
             save_checkpoint(run, store, step, progress)
         if ended:
             break
@@ -2500,41 +2460,40 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
 
 # What follows only guards and keeps: a reader who wants to change what is trained, or how, needs none of it.
 
-def profiler_of(c: Config, log: RunLog, first: int):
-    """A context: on rank 0 torch's profiler, of profile_steps steps after five warm-up ones. Else None."""
+def profiler_of(c: Config, log: RunLog):
+    """A context: on rank 0 torch's profiler, of profile_steps steps after the first one. Else None."""
     if not c.profile_steps or not log.path:
         return contextlib.nullcontext()
     trace = str(log.path.with_suffix(".trace.json.gz"))
-    wait = max(0, min(4, c.num_steps - first - 2))       # a resumed run may have few steps left
-    schedule = torch.profiler.schedule(wait=wait, warmup=1, active=c.profile_steps, repeat=1)
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=c.profile_steps, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: p.export_chrome_trace(trace))
 
 
 def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStream]:
     """-> config with what the shards' dataset.json says, training and validation stream. Raises Refusal."""
-    train_paths, val_paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
-    cards = [card for card in map(dataset_card, (train_paths, val_paths)) if card]
-    refuse_if(len(cards) == 2 and cards[0] != cards[1],
+    paths = find_shards(c.train_files, "train"), find_shards(c.val_files, "val")
+    cards = [dataset_card(names) for names in paths]
+    refuse_if(None not in cards and cards[0] != cards[1],
               f"train and validation shards were made differently: {cards}")
-    in_training = set(map(fingerprint, train_paths))
-    overlap = [path for path in val_paths if fingerprint(path) in in_training]
-    refuse_if(overlap != [], f"train_files and val_files overlap ({overlap}): such a loss would mean nothing")
-    given = {key: cards[0][key] for key in ("vocab_size", "eod_id")} if cards else {}
-    for key, value in given.items():
-        asked = overrides.get(key, value)
-        refuse_if(asked != value, f"--{key}={asked}: the dataset.json beside the shards says {value}")
-    c = dataclasses.replace(c, **given)
+    for card in filter(None, cards):
+        for key in ("vocab_size", "eod_id"):
+            asked = overrides.get(key, card[key])
+            refuse_if(asked != card[key],
+                      f"--{key}={asked}: the dataset.json beside the shards says {card[key]}")
+        c = dataclasses.replace(c, vocab_size=card["vocab_size"], eod_id=card["eod_id"])
     check_config(c)
-    train_stream, val_stream = TokenStream(train_paths, c.vocab_size), TokenStream(val_paths, c.vocab_size)
-    available = val_stream.num_tokens - 1
+    train, val = (TokenStream(names, c.vocab_size, card) for names, card in zip(paths, cards))
+    in_training = {file["fingerprint"] for file in train.files}
+    overlap = [path for path, file in zip(val.paths, val.files) if file["fingerprint"] in in_training]
+    refuse_if(overlap != [], f"train_files and val_files overlap ({overlap}): such a loss would mean nothing")
+    available = val.num_tokens - 1
     refuse_if(c.val_tokens > available,
               f"--val_tokens={c.val_tokens}: validation shards hold {available + 1:,} tokens, at most "
               f"{available:,} targets; expected --val_tokens=0 (all) or fewer")
-    for k in range(len(val_paths)):
-        val_stream.document_starts(k, c.eod_id)          # raises on ids out of range
-    for stream in (train_stream, val_stream):
-        need_documents(stream, c.eod_id)
-    return dataclasses.replace(c, val_tokens=c.val_tokens or available), train_stream, val_stream
+    list(val.marks(c.eod_id))                            # raises on ids out of range
+    train.need_documents(c.eod_id)
+    val.need_documents(c.eod_id)
+    return dataclasses.replace(c, val_tokens=c.val_tokens or available), train, val
 
 
 def budget(c: Config, stream: TokenStream) -> str:
@@ -2558,16 +2517,15 @@ def budget(c: Config, stream: TokenStream) -> str:
 
 
 def padding_in_words(c: Config, size: int) -> str:
-    """What empty rows cost where size ranks can't share each step's rows evenly; nothing where they can."""
-    steps_with = Counter(rows for rows, _ in plan_from(c, 0))
-    num_rows = sum(steps * rows for rows, steps in steps_with.items())
-    computed = sum(steps * size * rows_per_rank(rows, size) for rows, steps in steps_with.items())
-    text = f"{1 - num_rows / computed:.1%} of the rows that {size} ranks compute are padding"
-    for rows, steps in steps_with.items():
+    """Share of empty rows where size ranks can't share each step's rows evenly, and who gets nothing else."""
+    num_rows = [rows for rows, _ in plan_from(c, 0)]
+    share = 1 - sum(num_rows) / sum(size * rows_per_rank(rows, size) for rows in num_rows)
+    text = f"{share:.1%} of the rows are padding"
+    for rows, steps in Counter(num_rows).items():
         idle = size - math.ceil(rows / rows_per_rank(rows, size))
         if idle:
             text += f"; {size} ranks for {rows} rows: {idle} idle in {steps / c.num_steps:.0%} of the steps"
-    return text if computed > num_rows else ""
+    return text
 
 
 def check_memory(c: Config, world: World, kernels: Kernels) -> None:
@@ -2584,9 +2542,8 @@ def check_memory(c: Config, world: World, kernels: Kernels) -> None:
         of_process, _ = resource.getrlimit(resource.RLIMIT_AS)           # ulimit -v
         there = of_machine if of_process == resource.RLIM_INFINITY else min(of_machine, of_process)
     if needed > there:
-        text = (f"--preset={c.preset}: {count:,} parameters need {needed / 1e9:.1f} GB on each rank, "
-                f"{there / 1e9:.1f} are there; use a smaller --table_rows, --model_dim or --num_layers")
-        raise Refusal(text, one_rank=True)
+        raise Refusal(f"{count:,} parameters need {needed / 1e9:.1f} GB on each rank, {there / 1e9:.1f} are "
+                      "there; use a smaller --table_rows, --model_dim or --num_layers", one_rank=True)
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
@@ -2632,25 +2589,21 @@ def probe_documents(num_tokens: int, block: int, device: torch.device) -> tuple[
 @contextlib.contextmanager
 def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iterator[None]:
     """While it is open, all parameters are random, of order one; of the table, the rows for these tokens."""
-    table = run.model.ngrams.data
-    c = run.config
+    c, table = run.config, run.model.ngrams
     ids, _ = ngram_ids(tokens, segment_ids(tokens, c.eod_id), c.table_orders, c.table_rows)
-    rows = ids.unique()
-    rows = rows[rows < len(table) - 1]                   # the last one is nobody's
-    others = [p.data for p in run.model.parameters() if p is not run.model.ngrams]
-    saved = [p.clone() for p in others]
-    rows_before = table[rows]
-    table[rows] = torch.empty_like(rows_before).normal_(generator=generator)
-    for p in others:
-        p.normal_(generator=generator)
-        if p.ndim > 1:
-            p.mul_(max(1, p.size(-1)) ** -0.5)
-        else:
-            p.mul_(0.2).add_(0.5)
+    rows = ids[ids < len(table) - 1].unique()            # the last one is nobody's
+    places = [(p.data, rows if p is table else ...) for p in run.model.parameters()]
+    saved = [p[place].clone() for p, place in places]
+    for p, place in places:
+        values = torch.empty_like(p[place]).normal_(generator=generator)
+        if p.ndim < 2:
+            values = 0.2 * values + 0.5
+        elif place is not rows:
+            values *= max(1, p.size(-1)) ** -0.5
+        p[place] = values
     yield
-    table[rows] = rows_before
-    for p, before in zip(others, saved):
-        p.copy_(before)
+    for (p, place), before in zip(places, saved):
+        p[place] = before
 
 
 def probe(run: Run) -> list[str]:
@@ -2689,9 +2642,9 @@ def unequal_ranks(run: Run) -> list[str]:
     """Banks whose weights differ between the ranks. Bits are summed as integers, which copies no table."""
     sums = torch.stack([bank.weight.view(torch.int64).sum() for bank in run.optimizer.banks])
     highest, minus_lowest = run.world.reduced(torch.stack((sums, -sums)), dist.ReduceOp.MAX).tolist()
-    unequal = [high != -minus_low for high, minus_low in zip(highest, minus_lowest)]
     return [f"the ranks hold different weights in {bank.group.name}"
-            for bank in itertools.compress(run.optimizer.banks, unequal)]
+            for bank, high, minus_low in zip(run.optimizer.banks, highest, minus_lowest)
+            if high != -minus_low]
 
 
 MAX_KNOWN_SHARE = 0.05             # of validation documents that begin (64 tokens) like a training document
@@ -2717,34 +2670,28 @@ def self_check(run: Run, log: RunLog) -> None:
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
     """The log's header: all that is needed to judge and repeat the run (what fits memory is found later)."""
     c, world, groups = run.config, run.world, [bank.group for bank in run.optimizer.banks]
-    def files_of(stream: TokenStream) -> dict:
-        return dict(tokens=stream.num_tokens, files=[
-            dict(file=os.path.basename(path), bytes=os.path.getsize(path), tokens=len(shard),
-                 fingerprint=fingerprint(path)) for path, shard in zip(stream.paths, stream.shards)])
-    tokenizer = (dataset_card(run.train_stream.paths) or {}).get("tokenizer")
+    train, val = run.train_stream, run.val_stream
     device = torch.cuda.get_device_name(world.device) if world.is_cuda else platform.machine()
     nccl = torch.cuda.nccl.version() if world.is_cuda and dist.is_nccl_available() else None
     sizes = {group.name: sum(p.numel() for p in group.params.values()) for group in groups}
     matmul = sum(sizes[group.name] for group in groups if group.matmul)
-    triton = None
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        triton = importlib.metadata.version("triton")
     return dict(
         name=c.preset, started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         seed=c.seed, config=dataclasses.asdict(c), overrides=overrides, argv=argv, resumed_from=None,
-        stages=[stage_at(c, step)._asdict() for step in last_steps(c)],
-        devices=[device] * world.size, world_size=world.size,
-        source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
+        stages=[stage_at(c, step)._asdict() for step in last_steps(c)], devices=[device] * world.size,
+        world_size=world.size, source_sha256=hashlib.sha256(SOURCE.encode()).hexdigest(),
         kernels={key: str(value) for key, value in run.kernels._asdict().items()},
         versions=dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
-                      hip=torch.version.hip, triton=triton, nccl=nccl,
+                      hip=torch.version.hip, triton=getattr(triton, "__version__", None), nccl=nccl,
                       os=platform.platform(), threads=torch.get_num_threads()),
-        data=dict(train=files_of(run.train_stream), val=files_of(run.val_stream), tokenizer=tokenizer),
+        data=dict(train=dict(tokens=train.num_tokens, files=train.files),
+                  val=dict(tokens=val.num_tokens, files=val.files),
+                  tokenizer=train.card["tokenizer"] if train.card else None),
         git=git_state(str(Path(__file__).parent)) if world.rank == 0 else {},
         parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
-def identity(header: dict, tensors: Iterable[tuple[str, Tensor]], bank_steps: dict) -> dict:
+def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
     """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
     same = {f"setting {key}": value for key, value in header["config"].items()
             if key not in RESUME_MAY_CHANGE}
@@ -2753,7 +2700,6 @@ def identity(header: dict, tensors: Iterable[tuple[str, Tensor]], bank_steps: di
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
                  for number, file in enumerate(header["data"][split]["files"], 1)}
     same |= {f"shape of {key}": list(t.shape) for key, t in tensors}
-    same |= {f"bank_steps of {name}": type(steps).__name__ for name, steps in bank_steps.items()}
     return json.loads(json.dumps(same))
 
 
@@ -2768,28 +2714,30 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress) -> No
     if run.world.rank == 0:
         store.save(step, tensors, dict(
             format=1, step=step, tokens=progress.tokens, position=run.position, run=progress.header,
-            total_ms=progress.clock.elapsed_ms(), step_ms=list(progress.clock.step_ms),
-            bank_steps={bank.group.name: bank.steps for bank in run.optimizer.banks}))
+            total_ms=progress.clock.elapsed_ms(), step_ms=list(progress.clock.step_ms)))
 
 
-def load_checkpoint(run: Run, progress: Progress) -> dict:
-    """Take over the checkpoint that --resume names. -> its facts. Raises Refusal before anything changes."""
+def load_checkpoint(run: Run, progress: Progress) -> int:
+    """Take over the checkpoint that --resume names. -> its step. Raises Refusal before anything changes."""
     header = progress.header
-    now = identity(header, run.optimizer.gathered(), {bank.group.name: 0 for bank in run.optimizer.banks})
+    now = identity(header, run.optimizer.gathered())
     def misfit(facts: dict) -> str:
-        then = identity(facts["run"], (), facts["bank_steps"])
+        then = identity(facts["run"], ())
         return next((f"{key} differs" for key in then if then[key] != now.get(key)), "")
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
     saved, tensors = read_checkpoint(path)
-    then = identity(saved["run"], tensors.items(), saved["bank_steps"])
+    then = identity(saved["run"], tensors.items())
     for key in [*then, *now]:
         old, new = then.get(key, "nothing"), now.get(key, "nothing")
         refuse_if(old != new, f"--resume={path}: {key} differs: {old} in the checkpoint, {new} in this run")
-    run.optimizer.load(tensors, saved["bank_steps"])
+    run.optimizer.load(tensors, saved["step"])
     run.position, header["resumed_from"] = Position(*saved["position"]), str(path)
     progress.clock.total_ms, progress.clock.step_ms = saved["total_ms"], saved["step_ms"]
-    progress.tokens = saved["tokens"]
-    return saved
+    progress.tokens, step = saved["tokens"], saved["step"]
+    run.notes.append(f"resumed from {path} at step {step}")
+    if saved["run"]["source_sha256"] != header["source_sha256"]:
+        run.notes.append("the checkpoint was written by another source")
+    return step
 
 
 COMPILER_BYTES_PER_ROW = 24 * 2 ** 30    # measured: training with a row at once, and the helper beside it

@@ -24,8 +24,7 @@ from records import checkpoints, evaluate, sample  # noqa: E402
 def bigram_loss(c, train, val) -> float:
     """Nats a byte of the same targets by the add-one-smoothed bigram table of the training shards."""
     def pairs(stream, count):
-        tokens = torch.empty(count + 1, dtype=torch.int32)
-        stream.read(0, count + 1, tokens)
+        tokens = stream.read(0, count + 1)
         return tokens[:-1].long() * c.vocab_size + tokens[1:]
     counts = torch.bincount(pairs(train, train.num_tokens - 1), minlength=c.vocab_size ** 2)
     logp = (counts.view(c.vocab_size, -1) + 1).double().log()

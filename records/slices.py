@@ -56,12 +56,6 @@ def documents(stream, eod_id: int) -> list[tuple[int, int]]:
     return [(mark + 1, stop) for mark, stop in zip(marks, stops) if stop > mark + 1]
 
 
-def read(stream, first: int, stop: int) -> Tensor:
-    tokens = torch.empty(stop - first, dtype=torch.int32)
-    stream.read(first, stop, tokens)
-    return tokens
-
-
 def digest(tokens: Tensor) -> bytes:
     return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=16).digest()
 
@@ -79,17 +73,17 @@ def gram_hashes(tokens: Tensor, length: int) -> Tensor:
 def train_grams(stream, length: int) -> Iterator[Tensor]:
     for first in range(0, stream.num_tokens, CHUNK_TOKENS):
         stop = min(first + CHUNK_TOKENS + length - 1, stream.num_tokens)
-        yield gram_hashes(read(stream, first, stop), length)
+        yield gram_hashes(stream.read(first, stop), length)
 
 
 def find_overlap(train, held_out, eod_id: int, length: int, max_share: float = 0.0) -> Overlap:
     """Compare two streams; length: tokens of a gram."""
     spans = documents(held_out, eod_id)
-    digests = [digest(read(held_out, *span)) for span in spans]
+    digests = [digest(held_out.read(*span)) for span in spans]
     wanted, lengths = set(digests), {stop - first for first, stop in spans}
-    in_train = {digest(read(train, first, stop)) for first, stop in documents(train, eod_id)
+    in_train = {digest(train.read(first, stop)) for first, stop in documents(train, eod_id)
                 if stop - first in lengths} & wanted
-    grams = [gram_hashes(read(held_out, *span), length) for span in spans]
+    grams = [gram_hashes(held_out.read(*span), length) for span in spans]
     distinct, place = torch.cat(grams or [torch.zeros(0, dtype=torch.int64)]).unique(return_inverse=True)
     found = torch.zeros(len(distinct), dtype=torch.bool)
     for hashes in train_grams(train, length) if len(distinct) else ():
@@ -106,7 +100,7 @@ def write_shard(path: Path, stream, spans, eod_id: int) -> int:
     """Write these documents as a shard, each behind its mark; -> tokens. Raises Refusal."""
     tg = checkpoints.import_trainer()
     mark = torch.tensor([eod_id], dtype=torch.int32)
-    parts = [part for span in spans for part in (mark, read(stream, *span))]
+    parts = [part for span in spans for part in (mark, stream.read(*span))]
     if not parts:
         raise tg.Refusal(f"{path}: no document is left to write")
     if path.exists():

@@ -85,7 +85,7 @@ def test_a_checkpoint_holds_every_parameter_once_without_padding(tg, straight):
                                                        math.prod(shape[:-2]) * max(shape[-2:]))
         assert (whole[f"{name}/weight"].numpy() == straight[3][name]).all()
     assert {key.rpartition("/")[0] for key in whole} == {*shapes}
-    assert facts["step"] == 6 and set(facts["bank_steps"].values()) == {6}
+    assert facts["step"] == 6
 
 
 def test_latest_finds_the_newest_checkpoint(tg, straight, tmp_path):
@@ -293,13 +293,12 @@ def test_facts_that_lack_something_are_refused_by_name(tg, straight, tmp_path, c
         tg.read_checkpoint(tmp_path / "step_1")
 
 
-@pytest.mark.parametrize("steps, found", [(None, "nothing"), ("2", "str")])
-def test_a_bank_without_its_steps_is_refused_by_name(tg, straight, refused, tmp_path, steps, found):
-    def change(facts, whole):
-        del facts["bank_steps"]["gates"]
-        facts["bank_steps"] |= {} if steps is None else dict(gates=steps)
-    checkpoint = rewrite(tg, checkpoints_in(straight[0])[0], tmp_path / "run", change)
-    assert f"bank_steps of gates differs: {found} in the checkpoint, int in this run" in refused(checkpoint)
+def test_every_bank_counts_on_from_the_step_of_the_checkpoint(tg, straight):
+    facts, whole = tg.read_checkpoint(checkpoints_in(straight[0])[0])
+    config, overrides = tg.parse_config(straight[1])
+    optimizer = tg.build(config, tg.World(), overrides).optimizer
+    optimizer.load(whole, facts["step"])
+    assert facts["step"] == 4 and {bank.steps for bank in optimizer.banks} == {4}
 
 
 @pytest.mark.slow

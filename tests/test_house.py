@@ -248,7 +248,7 @@ def test_without_shards_and_network_it_says_so_and_trains_the_demo_uncompiled(ho
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("options, shards", [([], 0), (["--preset=record"], 7), (["--preset=sprint"], 2),
+@pytest.mark.parametrize("options, shards", [([], 0), (["--preset=record"], 6), (["--preset=sprint"], 2),
                                              (["--preset=tiny"], 1), (["--preset=demo"], 0), (["--no=1"], 0),
                                              (["--preset=tiny", "--train_files=data/mine/*.bin"], 0)])
 def test_the_shards_that_the_real_trainer_needs_are_told_by_its_own_settings(tmp_path, options, shards):

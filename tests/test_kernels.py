@@ -107,11 +107,11 @@ tg_no_match = -1e4
 
 
 def head_case(dtype=FP32, T=48, K=64, V=256):
-    """x, w, targets, and the logarithms of the softmax's share and of what is copied."""
+    """x, w, targets [1, T], and the logarithms of the softmax's share and of what is copied."""
     x = F.rms_norm(normal(T, K), (K,)).to(dtype)
     w = (0.05 * normal(V, K, seed=1)).to(dtype)
-    targets = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    targets[::5] = -1
+    targets = torch.randint(0, V, (1, T), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    targets[0, ::5] = -1
     share = torch.rand(T, generator=torch.Generator().manual_seed(3)).clamp(0.05, 0.95)
     log_copy = (1 - share).log() - normal(T, seed=4).abs()
     log_copy[1::4] = tg_no_match                       # nothing to copy
@@ -121,8 +121,8 @@ def head_case(dtype=FP32, T=48, K=64, V=256):
 def plain_head(x, w, targets, log_lm, log_copy):
     """Loss and the four gradients by autograd in fp64, from the mixture's probabilities."""
     x, w, log_lm, log_copy = (t.double().requires_grad_() for t in (x, w, log_lm, log_copy))
-    p = (23 / (1 + torch.exp(-(x @ w.T + 5) / 7.5))).softmax(1)[torch.arange(len(x)), targets.clamp(min=0).long()]
-    loss = -(log_lm.exp() * p + log_copy.exp()).log()[targets >= 0].sum()
+    p = (23 / (1 + torch.exp(-(x @ w.T + 5) / 7.5))).softmax(1)[torch.arange(len(x)), targets[0].clamp(min=0).long()]
+    loss = -(log_lm.exp() * p + log_copy.exp()).log()[targets[0] >= 0].sum()
     return loss.detach(), *torch.autograd.grad(loss, (x, w, log_lm, log_copy))
 
 
@@ -133,7 +133,7 @@ def error(got, wanted):
 def test_without_copies_the_head_is_the_cross_entropy_of_capped_logits(tg):
     x, w, targets, _, _ = head_case()
     z = 23 * torch.sigmoid((x @ w.T + 5) / 7.5)
-    wanted = F.cross_entropy(z, targets.long(), ignore_index=-1, reduction="sum")
+    wanted = F.cross_entropy(z, targets[0].long(), ignore_index=-1, reduction="sum")
     got = tg.mixed_cross_entropy(x, w, targets, torch.zeros(48), torch.full((48,), tg.NO_MATCH), SOFTCAP)
     assert got.dtype == FP32 and float(got) == pytest.approx(float(wanted), rel=1e-6)
 
@@ -150,10 +150,10 @@ def test_the_head_in_one_pass_equals_autograd(tg):
     x, w, *rest = head_case()
     for w_scale in (1.0, 40.0):                # the second saturates the softcap
         case = x, w * w_scale, *rest
-        found = tg.head_gradients(*case, SOFTCAP, False)
+        found = tg.head_gradients(*case, SOFTCAP, None, False)
         for got, wanted in zip(found, plain_head(*case), strict=True):
             assert error(got, wanted) < 3e-6
-        assert all(bool((t[rest[0] < 0] == 0).all()) for t in (found[1], found[3], found[4]))
+        assert all(bool((t[rest[0][0] < 0] == 0).all()) for t in (found[1], found[3], found[4]))
 
 
 def further_case(T=48, V=256):
@@ -166,22 +166,23 @@ def further_case(T=48, V=256):
 def test_further_targets_add_their_weighted_cross_entropies(tg):
     x, w, targets, *logs = head_case()
     further, weights = further_case()
-    further[0, 1] = targets[1]
+    further[0, 1] = targets[0, 1]
+    all_targets = torch.cat((targets, further))
     z = 23 * torch.sigmoid((x @ w.T + 5) / 7.5)
     wanted = tg.mixed_cross_entropy(x, w, targets, *logs, SOFTCAP)
     for t, weight in zip(further, weights):
         wanted = wanted + weight * F.cross_entropy(z, t.long(), ignore_index=-1, reduction="sum")
     leaves = [t.requires_grad_() for t in (x, w, *logs)]
-    loss = tg.mixed_cross_entropy(x, w, targets, *logs, SOFTCAP, further, weights)
+    loss = tg.mixed_cross_entropy(x, w, all_targets, *logs, SOFTCAP, weights)
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
-    found = tg.head_gradients(x, w, targets, *logs, SOFTCAP, False, further, weights)
+    found = tg.head_gradients(x, w, all_targets, *logs, SOFTCAP, weights, False)
     for got, exact in zip(found, (loss, *torch.autograd.grad(loss, leaves)), strict=True):
         assert error(got, exact) < 3e-6
 
 
 def test_the_head_in_bf16_is_near_the_exact_one(tg):
     case = head_case(torch.bfloat16)
-    loss, dx, dw, d_lm, d_copy = tg.head_gradients(*case, SOFTCAP, False)
+    loss, dx, dw, d_lm, d_copy = tg.head_gradients(*case, SOFTCAP, None, False)
     wanted = plain_head(*case)
     assert loss.dtype == d_lm.dtype == d_copy.dtype == FP32 and dx.dtype == dw.dtype == torch.bfloat16
     assert error(loss, wanted[0]) < 1e-3 and error(dx, wanted[1]) < 1e-2 and error(dw, wanted[2]) < 1e-2
@@ -189,8 +190,8 @@ def test_the_head_in_bf16_is_near_the_exact_one(tg):
 
 def test_the_head_in_fp8_is_near_the_one_in_bf16(tg):
     case = head_case(torch.bfloat16)
-    loss, dx, dw, *_ = tg.head_gradients(*case, SOFTCAP, True)
-    wanted = tg.head_gradients(*case, SOFTCAP, False)
+    loss, dx, dw, *_ = tg.head_gradients(*case, SOFTCAP, None, True)
+    wanted = tg.head_gradients(*case, SOFTCAP, None, False)
     assert error(loss, wanted[0]) < 2e-3
     # e5m2 has two bits of mantissa, e4m3 three: roundings of up to 1/8 and 1/16, 0.072 and 0.036 in the square mean
     assert 1e-3 < error(dx, wanted[1]) < 0.09 and 1e-3 < error(dw, wanted[2]) < 0.09
@@ -203,8 +204,8 @@ def test_fp8_scales_do_not_overflow(tg):
     x[:, 0] = K ** 0.5                                           # the largest entry that RMSNorm lets through
     w = torch.full((128, K), 0.01, dtype=torch.bfloat16)
     w[0, 0], w[1, 0] = 10.0, -10.0
-    targets, none = torch.ones(16, dtype=torch.int32), torch.full((16,), tg.NO_MATCH)
-    loss, dx, dw, *_ = tg.head_gradients(x, w, targets, torch.zeros(16), none, SOFTCAP, True)
+    targets, none = torch.ones(1, 16, dtype=torch.int32), torch.full((16,), tg.NO_MATCH)
+    loss, dx, dw, *_ = tg.head_gradients(x, w, targets, torch.zeros(16), none, SOFTCAP, None, True)
     assert loss.isfinite() and bool(dx.isfinite().all()) and bool(dw.isfinite().all())
     steepest = 23 / 7.5 / 4                                      # the softcap's largest slope
     assert steepest < 0.8 and tg.G_SCALE * steepest <= torch.finfo(torch.float8_e5m2).max
@@ -216,7 +217,7 @@ def test_fp8_scales_do_not_overflow(tg):
 def test_the_head_loss_scales_its_gradients_by_what_comes_from_above(tg):
     x, w, targets, *logs = head_case()
     leaves = [t.requires_grad_() for t in (x, w, *logs)]
-    loss = tg.HeadLoss.apply(tg.head_gradients, x, w, targets, *logs, SOFTCAP, False, None, None)
+    loss = tg.HeadLoss.apply(tg.head_gradients, x, w, targets, *logs, SOFTCAP, None, False)
     (loss / 96).backward()
     for leaf, wanted in zip(leaves, plain_head(*(t.detach() for t in (x, w, targets, *logs)))[1:]):
         assert error(leaf.grad, wanted / 96) < 3e-6
@@ -485,9 +486,12 @@ def test_the_fp8_head_is_near_the_one_in_bf16_on_a_gpu(tg, num_further):
     compiled = torch.compile(tg.head_gradients, dynamic=False, fullgraph=True)
     for T, run in ((512, tg.head_gradients), (512, compiled), (528, tg.head_gradients)):
         case = [t.cuda() for t in head_case(torch.bfloat16, T=T, K=256, V=1024)]
-        more = [t.cuda() for t in further_case(T, 1024)] if num_further else []
-        loss, dx, dw, *_ = run(*case, SOFTCAP, True, *more)
-        wanted = tg.head_gradients(*case, SOFTCAP, False, *more)
+        weights = None
+        if num_further:
+            further, weights = (t.cuda() for t in further_case(T, 1024))
+            case[2] = torch.cat((case[2], further))
+        loss, dx, dw, *_ = run(*case, SOFTCAP, weights, True)
+        wanted = tg.head_gradients(*case, SOFTCAP, weights, False)
         assert error(loss, wanted[0]) < 2e-3 and error(dx, wanted[1]) < 0.09 and error(dw, wanted[2]) < 0.09
 
 

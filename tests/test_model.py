@@ -393,9 +393,10 @@ def test_training_with_the_fused_head_gives_the_gradients_of_the_plain_one(tg):
         assert (a - b).norm() <= 2e-5 * a.norm() + 1e-6
     seen = []
 
-    def look(x, w, targets, log_lm, log_copy, shape, fp8, *more):
+    def look(*inputs_and_fp8):
+        *inputs, fp8 = inputs_and_fp8
         seen.append(fp8)
-        return tg.head_gradients(x, w, targets, log_lm, log_copy, shape, False, *more)
+        return tg.head_gradients(*inputs, False)
     model.head_gradients = look
     for fp8 in (True, False):                   # training takes fp8 where the device has it
         model.kernels = tg.Kernels(compile=True, fp8=fp8)
@@ -501,10 +502,10 @@ def test_embedding_and_head_are_one_matrix_that_gets_the_gradients_of_both_uses(
 def test_every_parameter_is_in_one_group_that_its_rule_accepts(tg):
     model = small_model()
     groups = tg.param_groups(small_config(), model)
-    names = [name for group in groups for name in group["params"]]
+    names = [name for group in groups for name in group.params]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     for group in groups:
-        tg.check_group(tg.Group(**group))
+        tg.check_group(group)
 
 
 @pytest.mark.recipe
@@ -512,7 +513,7 @@ def test_parameters_learn_by_their_role(tg):
     c, model = small_config(lr_matrix=0.1, lr_embed=0.2, lr_value=0.3, lr_scalar=0.4, lr_table=0.5), small_model()
     groups = tg.param_groups(c, model)
     for group in groups:
-        for name, p in group["params"].items():
+        for name, p in group.params.items():
             last = name.split(".")[-1]
             if last == "embed" or last.endswith("gates"):
                 wanted = ("embed" if last == "embed" else "gates", "adam", 0.2)
@@ -525,16 +526,16 @@ def test_parameters_learn_by_their_role(tg):
             else:
                 bank = {"up": "mlp_up", "down": "mlp_down", "qk": "qk", "copy_qk": "copy_qk"}.get(last, "value_out")
                 wanted = (bank, "muon", 0.2 if last == "down" else 0.1)
-            assert (group["name"], group["kind"], group["lr"]) == wanted, name
-    tails = {group["name"] for group in groups if group["ema"]}
+            assert (group.name, group.kind, group.lr) == wanted, name
+    tails = {group.name for group in groups if group.ema}
     assert tails == {"embed", "copy_qk", "qk", "value_out", "mlp_up", "mlp_down"}          # no large tables
-    assert {group["name"] for group in groups if group["matmul"]} == tails
+    assert {group.name for group in groups if group.matmul} == tails
 
 
 @pytest.mark.recipe
 def test_betas_epsilons_and_decays_are_those_of_the_recipe(tg):
     muon = ((None, .95), None, 1.2)
-    assert {group["name"]: (group["betas"], group["eps"], group["decay"])
+    assert {group.name: (group.betas, group.eps, group.decay)
             for group in tg.param_groups(small_config(), small_model())} == {
         "embed": ((.5, .99), 1e-10, .75), "value_embeds": ((.75, .99), 1e-10, .025),
         "scalars": ((.9, .99), 1e-10, 0), "gates": ((.9, .99), 1e-10, .005), "ngrams": ((None, .95), 1e-15, .025),
@@ -556,7 +557,7 @@ def test_a_parameter_of_no_bank_raises(tg):
 def test_pieces_can_be_changed_by_a_number(tg, changes):
     model, tokens = small_model(**changes), random_tokens(2, 64)
     groups = tg.param_groups(model.config, model)
-    assert sum(len(group["params"]) for group in groups) >= len(list(model.parameters())) - 1
+    assert sum(len(group.params) for group in groups) >= len(list(model.parameters())) - 1
     loss = model(tokens, tokens, view(training=True))
     loss.backward()
     assert math.isfinite(loss.item())

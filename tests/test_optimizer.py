@@ -121,7 +121,7 @@ def test_adam_decays_only_where_the_step_shrinks_the_weight(tg):
 def test_a_layer_whose_gradient_stops_early_stays_finite(tg):
     """For 2,000 steps its momentum decays, through denormal numbers, to the smallest there are or to zero."""
     p = nn.Parameter(normal(2, 8, 4))
-    optimizer = tg.Optimizer([tg.Group("g", "muon", {"p": p}, 1e-3, **MUON)], tg.World(), False)
+    optimizer = tg.Optimizer([tg.Group("g", "muon", "", 1e-3, **MUON, params={"p": p})], tg.World(), False)
     for step in range(2003):
         if step < 3:
             p.grad.copy_(normal(2, 8, 4, seed=step))
@@ -137,8 +137,9 @@ def test_a_layer_whose_gradient_stops_early_stays_finite(tg):
     ("group g: rule muon takes matrices .* found .*4.*; make a group for each shape", "muon", (4,), MUON),
     ("group g: rule rows takes one table, without ema", "rows", (8, 4), dict(ADAM, ema=True))])
 def test_a_group_without_what_its_rule_needs_is_refused(tg, message, kind, shape, cells):
+    params = {"p": nn.Parameter(normal(*shape))}
     with pytest.raises(ValueError, match=message):
-        tg.Optimizer([tg.Group("g", kind, {"p": nn.Parameter(normal(*shape))}, 0.1, **cells)], tg.World(), False)
+        tg.Optimizer([tg.Group("g", kind, "", 0.1, **cells, params=params)], tg.World(), False)
 
 
 # ---- rows of a table -------------------------------------------------------------------------------------------------
@@ -158,7 +159,8 @@ def make_table(tg, rows, width, **more):
     """A table of zeros, and an optimizer that holds it alone."""
     table = nn.Parameter(torch.zeros(rows, width), requires_grad=False)
     table.touched = []
-    group = tg.Group("table", "rows", {"table": table}, **{**dict(lr=0.1, betas=(None, 0.9), eps=1e-15), **more})
+    cells = dict(lr=0.1, betas=(None, 0.9), eps=1e-15) | more
+    group = tg.Group("table", "rows", "", **cells, params={"table": table})
     return table, tg.Optimizer([group], tg.World(), False)
 
 
@@ -221,8 +223,8 @@ def make_params(seed=0, dtype=FP32):
 
 def make_groups(tg, params):
     names = list(params)
-    return [tg.Group("matrices", "muon", {n: params[n] for n in names[:3]}, 0.05, **MUON),
-            tg.Group("rest", "adam", {n: params[n] for n in names[3:]}, 0.01, **ADAM)]
+    return [tg.Group("matrices", "muon", "", 0.05, **MUON, params={n: params[n] for n in names[:3]}),
+            tg.Group("rest", "adam", "", 0.01, **ADAM, params={n: params[n] for n in names[3:]})]
 
 
 def test_parameters_become_views_of_their_bank_and_keep_their_values(tg):
@@ -310,7 +312,7 @@ def test_banks_are_padded_to_the_ranks_and_shards_tile_them(tg, size):
 def test_bf16_weights_have_an_exact_fp32_master(tg):
     """Updates far below a bf16 step are not lost: 100 of them add up."""
     p = nn.Parameter(torch.ones(256, dtype=BF16))
-    bank = tg.Optimizer([tg.Group("g", "adam", {"p": p}, 1e-4, **ADAM)], tg.World(), False)
+    bank = tg.Optimizer([tg.Group("g", "adam", "", 1e-4, **ADAM, params={"p": p})], tg.World(), False)
     for _ in range(100):
         p.grad.fill_(1.0)
         bank.step(1.0, 0.9)
@@ -347,9 +349,9 @@ def test_tensors_lists_everything_that_a_step_changes(tg):
 
 def test_an_average_is_blended_into_the_weights_of_banks_that_have_one(tg):
     matrix, flat, plain = (nn.Parameter(normal(*s)) for s in ((2, 4, 6), (10,), (5,)))
-    groups = [tg.Group("m", "muon", {"m": matrix}, 0.1, **MUON, ema=True),
-              tg.Group("f", "adam", {"f": flat}, 0.1, **ADAM, ema=True),
-              tg.Group("p", "adam", {"p": plain}, 0.1, **ADAM)]
+    groups = [tg.Group("m", "muon", "", 0.1, **MUON, ema=True, params={"m": matrix}),
+              tg.Group("f", "adam", "", 0.1, **ADAM, ema=True, params={"f": flat}),
+              tg.Group("p", "adam", "", 0.1, **ADAM, params={"p": plain})]
     optimizer = tg.Optimizer(groups, tg.World(), False)
     first = [p.detach().clone() for p in (matrix, flat)]
     optimizer.average(1.0)
@@ -394,7 +396,7 @@ def ranked_groups(tg, params, table):
     """Every kind of bank: with an average of the weights of both kinds, a table."""
     matrices, rest = make_groups(tg, params)
     return [matrices._replace(ema=True), rest._replace(ema=True),
-            tg.Group("table_rows", "rows", {"rows": table}, 0.1, (None, 0.9), 1e-15)]
+            tg.Group("table_rows", "rows", "", 0.1, (None, 0.9), 1e-15, params={"rows": table})]
 
 
 def one_step(tg, optimizer, params, table, step, dtype):
@@ -425,7 +427,7 @@ def several_steps(rank, size, dtype, stop=None):
     norms, begin = [], 0
     if isinstance(stop, dict):                       # go on from there
         begin = stop["step"]
-        optimizer.load(stop["tensors"], {bank.group.name: begin for bank in optimizer.banks})
+        optimizer.load(stop["tensors"], begin)
     for step in range(begin, stop if isinstance(stop, int) else 5):
         got = one_step(tg, optimizer, params, table, step, dtype)[:2]
         if size > 1:

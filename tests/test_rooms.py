@@ -27,22 +27,22 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room("Door", 50, ()),
-    Room("Configuration", 180, ()),
-    Room("World", 70, ()),
+    Room("Door", 54, ()),
+    Room("Configuration", 175, ()),
+    Room("World", 68, ()),
     Room("Kernels", 285, ()),
     Room("Optimizer", 250, (2, 3)),
-    Room("Model", 250, (1, 3)),
-    Room("Data", 200, ()),
-    Room("Schedules", 55, (1,)),
-    Room("Log and checkpoint", 255, (1, 2)),
-    Room("Training", 460, (1, 2, 3, 4, 5, 6, 7, 8)),
-    Room("Front door", 50, (1, 2, 8, 9)),
+    Room("Model", 230, (1, 3, 4)),
+    Room("Data", 196, ()),
+    Room("Schedules", 52, (1,)),
+    Room("Log and checkpoint", 236, (1, 2)),
+    Room("Training", 444, (1, 2, 3, 4, 5, 6, 7, 8)),
+    Room("Front door", 48, (1, 2, 8, 9)),
 )
 DOOR, CONFIGURATION, WORLD, KERNELS, OPTIMIZER, MODEL, DATA, SCHEDULES, LOG, TRAINING, FRONT_DOOR = range(len(ROOMS))
 
 RULE = "# " + "-" * 118
-FILE_CODE_CAP, FILE_LINE_CAP, COLUMN_CAP = 2075, 2900, 110     # wanted: 1900 and 2700
+FILE_CODE_CAP, FILE_LINE_CAP, COLUMN_CAP = 2020, 2850, 110     # wanted: 1900 and 2700
 ATTEMPT_SPARE = 100     # lines that an attempt (another file than the root's) may have above each of these ceilings
 TABLE, END_OF_TABLE = "# table", "# end of table"       # between these lines rows may be wider than COLUMN_CAP
 HEAD_LINES = range(2, 10)       # comment lines under a room's title
@@ -686,7 +686,7 @@ BAD_ROOMS = [  # check, room, code appended to it, what is said
     (check_names_flow, KERNELS, "def f():\n    return [LIMIT for _ in (1,)]\n", "uses LIMIT of room 1"),
     (check_names_flow, OPTIMIZER, "def f(x=Config):\n    pass\n", "uses Config of room 1"),
     (check_names_flow, OPTIMIZER, "f = lambda: GPT\n", "uses GPT of room 5"),
-    (check_names_flow, MODEL, "class B:\n    step = 1\n    def f(self):\n        return step\n", "uses step of room 4"),
+    (check_names_flow, MODEL, "class B:\n    read = 1\n    def f(self):\n        return read\n", "uses read of room 6"),
     (check_names_flow, DATA, "@rate\ndef f():\n    pass\n", "uses rate of room 7"),
     (check_names_flow, SCHEDULES, "def f():\n    global kernel\n    return kernel\n", "uses kernel of room 3"),
     (check_names_flow, LOG, "def f():\n    if (save2 := read):\n        return save2\n", "uses read of room 6"),

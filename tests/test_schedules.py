@@ -87,7 +87,7 @@ def test_the_sprint_takes_about_80_million_tokens_in_steps_of_one_size(tg):
 @pytest.mark.recipe
 def test_the_record_shares_its_rows_among_eight_ranks(tg):
     c = tg.Config()
-    assert {tg.rows_at(c, step) for step in range(c.num_steps)} == {8, 16, 24}
+    assert {tg.rows_at(c, step) for step in range(c.num_steps)} == {8, 16}
 
 
 def test_the_average_begins_with_a_copy_and_has_a_third_of_its_length_as_time_constant(tg):

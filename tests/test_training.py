@@ -286,8 +286,7 @@ def test_the_validation_loss_is_the_mean_over_exactly_val_tokens_targets(tg, fil
     """500 targets, in rows of 64 that begin 16 tokens before the first of their 48 targets."""
     run = small_run(files)
     stream, losses, view = run.val_stream, [], tg.View(run.config.val_window_blocks)
-    tokens = torch.empty(501, dtype=torch.int32)
-    stream.read(0, 501, tokens)
+    tokens = stream.read(0, 501)
     with torch.no_grad():
         for a in range(0, 500, 48):
             start, stop = max(0, a - 16), min(a + 48, 500)
@@ -694,6 +693,11 @@ def test_what_cannot_fit_is_refused_before_a_byte_of_it_is_allocated(tg, files, 
             tg.build(config, tg.World(), overrides)
         with pytest.raises(tg.Refusal, match="epochs, allowed 1"):
             tg.build(replaced(config, num_steps=100), tg.World(), overrides)
+    with monkeypatch.context() as patch:         # a slip that no machine has memory for
+        patch.setattr(tg, "GPT", None)
+        for change in (dict(model_dim=1_000_000), dict(table_rows=2 ** 40)):
+            with pytest.raises(tg.Refusal, match="parameters need .* use a smaller --table_rows, --model_dim"):
+                tg.build(replaced(config, **change), tg.World(), overrides)
     run = small_run(files, ema_blend=0.0, table_rows=10_007)
     held = sum({t.data_ptr(): t.nbytes for bank in run.optimizer.banks
                 for t in (bank.weight, *bank.tensors())}.values())

@@ -218,8 +218,7 @@ def test_evaluate_repeats_the_runs_own_loss(loaded, trained):
 def test_bits_per_byte_count_bytes_only(tg, loaded):
     found = evaluate.loss_on(loaded, loaded.config.val_files)
     stream = tg.TokenStream(tg.find_shards(loaded.config.val_files, "val"), 257)
-    tokens = torch.empty(stream.num_tokens, dtype=torch.int32)
-    stream.read(0, stream.num_tokens, tokens)
+    tokens = stream.read(0, stream.num_tokens)
     size = int((tokens[1:] < 256).sum())
     assert size < found["targets"]
     assert math.isclose(found["bits_per_byte"], found["loss"] * found["targets"] / math.log(2) / size)
@@ -227,8 +226,7 @@ def test_bits_per_byte_count_bytes_only(tg, loaded):
 
 def test_a_loss_without_overlap_is_that_of_rows_cut_apart(tg, loaded):
     stream = tg.TokenStream(tg.find_shards(loaded.config.val_files, "val"), 257)
-    tokens = torch.empty(161, dtype=torch.int32)
-    stream.read(0, 161, tokens)
+    tokens = stream.read(0, 161)
     by_hand = 0.0
     for first in range(0, 160, 32):
         inputs, targets = tokens[None, first:first + 32], tokens[None, first + 1:first + 33]
@@ -373,8 +371,7 @@ def test_files_are_scored_whole_and_the_runs_own_as_far_as_the_run_did(tg, tmp_p
 def by_hand(loaded, files, log_p_of, count=48):
     """Nats per token of the first count targets by log_p_of(row): the first row without its overlap."""
     tg = checkpoints.import_trainer()
-    tokens = torch.empty(count + 1, dtype=torch.int32)
-    tg.TokenStream(tg.find_shards(files, "val"), 257).read(0, count + 1, tokens)
+    tokens = tg.TokenStream(tg.find_shards(files, "val"), 257).read(0, count + 1)
     log_p = log_p_of(tokens[None, :-1].contiguous())[0]
     return -float(log_p[range(count), tokens[1:].long()].mean())
 
@@ -481,10 +478,7 @@ def test_slices_read_across_chunks_and_shards(tg, tmp_path, monkeypatch):
 def test_the_bigram_baseline_is_the_smoothed_table_without_document_marks(tg, loaded):
     c = loaded.config
     train, val = (tg.TokenStream(tg.find_shards(files, "any"), 257) for files in (c.train_files, c.val_files))
-    tokens = {}
-    for name, stream in (("train", train), ("val", val)):
-        tokens[name] = torch.empty(stream.num_tokens, dtype=torch.int32)
-        stream.read(0, stream.num_tokens, tokens[name])
+    tokens = {name: stream.read(0, stream.num_tokens) for name, stream in (("train", train), ("val", val))}
     counts = torch.ones(257, 257, dtype=torch.float64)
     for a, b in zip(tokens["train"][:-1].tolist(), tokens["train"][1:].tolist()):
         counts[a, b] += 1
