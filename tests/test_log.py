@@ -264,6 +264,17 @@ def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
     assert watch.mfu(1e6, 1e3) == pytest.approx(6 * 1e9 * 1e6 / 989e12)
 
 
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA B200", 2250),
+    ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L40S", 362), ("NVIDIA T4", None), ("x86_64", None)])
+def test_utilisation_is_that_of_all_devices_at_their_dense_bf16_peak(tg, tmp_path, name, tflops):
+    watch, _, log = progress(tg, tmp_path)
+    log.close()
+    watch.header = dict(devices=[name] * 4, world_size=4, parameters=dict(matmul=10 ** 9, total=10 ** 10))
+    wanted = tflops and pytest.approx(6 * 1e9 * 1e6 / 0.5 / (4 * tflops * 1e12))
+    assert watch.mfu(1e6, 500.0) == wanted
+
+
 def test_the_step_average_is_that_of_the_steps_since_the_last_line(tg, tmp_path):
     watch, clock, log = progress(tg, tmp_path)
     for step in range(21):

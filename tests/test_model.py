@@ -299,6 +299,21 @@ def test_ngram_ids_depend_on_the_last_n_tokens_of_the_document_alone(tg, orders)
     assert len(set(seen.values())) > 0.9 * len(seen)                                # other tokens, another row
 
 
+@pytest.mark.recipe
+def test_hashes_and_signs_are_those_of_checkpoints_that_are_there(tg):
+    """A table is worth nothing to a trainer that looks up other rows or gives them other signs, whatever the seed."""
+    tokens = torch.tensor([[50_256, 464, 3797, 3332, 50_000, 9]])
+    ids, signs = tg.ngram_ids(tokens, tg.segment_ids(tokens, 50_256), (2, 3, 4), 4_194_301)
+    assert ids[:, 0, 3:].tolist() == [[1138099, 2028027, 912989], [7751395, 5593288, 6915079],
+                                      [8656706, 10836100, 11202682]]
+    assert signs[:, 0, 3:].tolist() == [[1118, 1426, 2290], [5296, 5208, 2790], [7867, 5090, 7367]]
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        pool = tg.GPT(tg.parse_config(["--preset=tiny"])[0]).sign_pool
+        assert pool.shape == (8191, 64) and pool.sum() == 552 and pool.abs().min() == 1
+        assert "".join("+-"[sign < 0] for sign in pool[0, :16]) == "++--+++++--+-++-"
+
+
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
