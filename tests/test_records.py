@@ -173,6 +173,26 @@ def test_ratio_interval_is_fiellers():
     assert 0.92 < inside / 400 < 0.98
 
 
+def test_statistics_of_sides_of_unequal_size_and_spread_are_welchs_and_fiellers():
+    from scipy import stats
+    a, b = [90.0, 92.0, 91.5, 90.5], [100.0, 113.0, 101.0]
+
+    def freedom(scale):
+        """Welch and Satterthwaite's, of a and scale times b."""
+        parts = [check.deviation(side) ** 2 / len(side) * factor ** 2 for side, factor in ((a, 1), (b, scale))]
+        return sum(parts) ** 2 / sum(part ** 2 / (len(side) - 1) for part, side in zip(parts, (a, b)))
+    spread = [check.deviation(side) / math.sqrt(len(side)) for side in (a, b)]
+    t = (check.mean(a) - check.mean(b)) / math.hypot(*spread)
+    assert check.p_less(a, b) == pytest.approx(stats.t.cdf(t, freedom(1)))
+    half = stats.t.ppf(0.975, freedom(1)) * math.hypot(*spread)
+    assert check.difference(a, b)[1:] == pytest.approx(tuple(check.mean(b) - check.mean(a) + x for x in (-half, half)))
+    point, low, high = check.ratio(a, b)
+    quantile = stats.t.ppf(0.975, freedom(point))
+    for edge in (low, high):                # both edges are as far from the means as the quantile allows
+        distance = abs(check.mean(a) - edge * check.mean(b)) / math.hypot(spread[0], edge * spread[1])
+        assert distance == pytest.approx(quantile)
+
+
 def test_ratio_interval_when_one_side_has_no_spread():
     a, same = [90.0, 92.0, 91.5, 90.5], [100.0, 100.0, 100.0]
     half = 3.1824463 * check.deviation(a) / 2 / 100      # t quantile with 3 degrees of freedom
@@ -193,9 +213,11 @@ def test_ratio_interval_when_one_side_has_no_spread():
     (dict(result=dict(status="finished", step=30)), "incomplete (finished at step 30/40)"),
     (dict(result=dict(status="target_reached", step=30)), "chosen by looking"),
     (dict(result=dict(val_loss=3.40)), "result says val_loss 3.4000"),
+    (dict(result=dict(val_loss=3.4742)), "result says val_loss 3.4742"),
     (dict(result=dict(train_time_ms=30000.0)), "result says 30.000 s"),
     (dict(result=dict(train_time_ms=0)), "its training time is 0.0 s"),
     (dict(result=dict(val_tokens=1000)), "validated on 1000 tokens"),
+    (dict(result=dict(val_tokens=2097153)), "validated on 2097153 tokens"),
     (dict(header=dict(source_sha256=hashlib.sha256((SOURCE + "#").encode()).hexdigest()), source=SOURCE + "#\n"),
      "the embedded source has sha256"),
     (dict(source=SOURCE + "# one run of another script\n"), "mixed sources in the runs"),
@@ -225,6 +247,10 @@ def edit_log(path: Path, old: str, new: str) -> None:
     (("average",), "the result's step_avg times its steps says 30.000 s"),
     (("times",), "the result's train_time says 37."),
     (("one time",), "it holds 39 step times for 40 steps"),
+    (("one more",), "it holds 41 step times for 40 steps"),
+    (("first val",), "the validation line of step 0 says 0.003 s, its step times add up to 0.000 s"),
+    (("result by 5 ms",), "its last validation line"),
+    (("two steps late",), "the training line of step 20 says"),
 ])
 def test_refused_when_a_time_is_edited_in_some_places(tmp_path, places, words):
     folder = make_record(tmp_path / "record")
@@ -234,7 +260,11 @@ def test_refused_when_a_time_is_edited_in_some_places(tmp_path, places, words):
              "val": (r"(40/40 val_loss:\S+ train_time:)\d+", r"\g<1>30000"),
              "early val": (r"(20/40 val_loss:\S+ train_time:)\d+", r"\g<1>30000"),
              "train": (r"(40/40 train_loss:\S+ train_time:)\d+", r"\g<1>30000"),
-             "times": (r"(step_times_ms:\[)[\d.]+", r"\g<1>1000.0"), "one time": (r"(step_times_ms:\[)[\d.]+, ", r"\1")}
+             "times": (r"(step_times_ms:\[)[\d.]+", r"\g<1>1000.0"), "one time": (r"(step_times_ms:\[)[\d.]+, ", r"\1"),
+             "one more": (r"(step_times_ms:\[)", r"\g<1>0.0, "),
+             "first val": (r"(0/40 val_loss:\S+ train_time:)0ms", r"\g<1>3ms"),
+             "result by 5 ms": (r'(train_time_ms": )([\d.]+)', lambda m: f"{m[1]}{float(m[2]) + 5}"),
+             "two steps late": (r"(step:20/40 train_loss:\S+ train_time:)(\d+)", lambda m: f"{m[1]}{int(m[2]) + 2000}")}
     for place in places:
         text, count = re.subn(*edits[place], text)
         assert count == 1
@@ -305,6 +335,14 @@ def test_refused_log_that_is_too_large(tmp_path):
     assert len(found) == 1 and "more than 300,000" in found[0]
 
 
+def test_a_log_may_have_300_000_bytes(tmp_path):
+    path = write_log(tmp_path, 1)
+    for size, found in ((300_000, 0), (300_001, 1)):
+        text = path.read_text(encoding="utf-8").rstrip("x\n") + "\n"
+        path.write_text(text + "x" * (size - len(text) - 1) + "\n", encoding="utf-8")
+        assert path.stat().st_size == size and len(check.log_refusals(parse_log(path), "run")) == found
+
+
 def test_refused_file_that_is_no_log(tmp_path):
     folder = make_record(tmp_path / "record")
     (folder / "nvidia.txt").write_text("GPU 0\n", encoding="utf-8")
@@ -344,6 +382,24 @@ def test_refused_without_baseline(tmp_path):
         path.unlink()
     assert any("0 logs in baseline/" in line for line in refusals(folder))
     assert any("ratio" in line and "nothing" in line for line in refusals(folder))
+
+
+def test_refused_with_a_single_log_of_the_baseline(tmp_path):
+    folder = make_record(tmp_path / "record")
+    for seed in range(11, 16):
+        (folder / "baseline" / f"run-{seed}.txt").unlink()
+    assert "1 logs in baseline/: the ratio needs at least 2 from the same machine and call" in refusals(folder)
+
+
+@pytest.mark.parametrize("t, sure", [(3.3, False), (3.45, True)])       # of 6 runs: p 0.0107 and 0.0091
+def test_the_mean_is_below_its_target_at_one_percent(tmp_path, t, sure):
+    folder, spread = make_record(tmp_path / "record", readme=False), 0.01
+    for seed in range(10, 16):
+        loss = 3.48 - t * spread / math.sqrt(5) + (spread if seed % 2 else -spread)
+        write_log(folder, seed, val_loss=loss, step_ms=900)
+    give_readme(folder)
+    found = refusals(folder)
+    assert found == [] if sure else len(found) == 1 and "not below the target 3.48 with p < 0.01" in found[0], found
 
 
 def test_refused_with_too_few_runs(tmp_path):
@@ -387,6 +443,8 @@ def test_refused_without_target_in_the_configuration(tmp_path):
     (dict(time_s="nan"), "time_s is nan, not a number"),
     (dict(time_s="fast"), "time_s is fast, not a number"),
     (dict(target="3.28"), "says target 3.28"),
+    (dict(target="3.58"), "says target 3.58"),
+    (dict(hardware="NVIDIA H100"), "says hardware NVIDIA H100"),
     (dict(hardware="8 x NVIDIA H100 80GB HBM3"), "says hardware 8 x"),
     (dict(data="FineWeb"), f"does not name the validation fingerprint {VAL_PRINT}"),
     (dict(data=f"{check.UNNAMED}, val {VAL_PRINT}"), "name the data set"),
@@ -411,6 +469,11 @@ def test_refused_for_its_readme(tmp_path, change, words):
     ("rung_1_loss", "4", 4.001, False), ("rung_1_s", "1e2", 100.6, False), ("rung_1_s", "1e2", 100.4, True)])
 def test_a_claim_may_round_by_half_a_unit_of_its_last_digit(key, claimed, measured, accepted):
     assert (check.better_than_logs(key, check.Decimal(claimed), measured) is None) == accepted
+
+
+@pytest.mark.parametrize("measured, accepted", [(0.00999, True), (0.01, False), (0.0101, False), (math.nan, False)])
+def test_a_bound_is_above_what_was_measured(measured, accepted):
+    assert (check.better_than_logs("p", "<0.01", measured) is None) == accepted
 
 
 def test_a_claim_may_round_and_may_be_modest(tmp_path):
@@ -556,11 +619,45 @@ def test_refused_record_at_equal_loss(tmp_path, arguments, words):
     assert any("has no target_loss" in line for line in refusals(folder))
 
 
-def test_gaps_in_the_seeds_are_noted(tmp_path):
-    for seed in (1, 2, 4):
-        write_log(tmp_path, seed, val_loss=3.47 + 0.001 * seed)
+@pytest.mark.parametrize("seeds, note", [
+    ((1, 2, 4), ["seeds 3 are not there: say why"]), ((1, 14), [f"seeds {', '.join(map(str, range(2, 14)))} are not "
+     "there: say why"]), ((1, 2, 3), []), ((1, 5000), [])])
+def test_gaps_in_the_seeds_are_noted(tmp_path, seeds, note):
+    for seed in seeds:
+        write_log(tmp_path, seed, val_loss=3.47 + 0.0001 * seed / seeds[-1])
     give_readme(tmp_path)
-    assert "seeds 3 are not there: say why" in check.check_folder(tmp_path).notes
+    assert check.check_folder(tmp_path).notes == note
+
+
+def test_warnings_and_uncommitted_changes_of_one_log_are_noted(tmp_path):
+    for seed in (1, 2):
+        write_log(tmp_path, seed, val_loss=3.47 + 0.001 * seed)
+    edit_log(tmp_path / "run-2.txt", "note: predicted", "warn: one\nwarn: two\nwarn: three\nnote: predicted")
+    edit_log(tmp_path / "run-2.txt", '"dirty": false', '"dirty": true')
+    give_readme(tmp_path)
+    assert check.check_folder(tmp_path).notes == [
+        "the working tree had uncommitted changes (the source in the log is what ran)",
+        "run-2.txt: warn: one", "run-2.txt: warn: two"]
+
+
+@pytest.mark.parametrize("day, note", [("01T10:15", []), ("02T10:10", []), ("02T11:30", [
+    "runs and baseline span 25 hours: was this one call on one machine?"])])
+def test_arms_that_lie_more_than_a_day_apart_are_noted(tmp_path, day, note):
+    folder = make_record(tmp_path / "record")
+    edit_log(folder / "baseline" / "run-15.txt", "2026-12-01T10:15", f"2026-12-{day}")
+    assert check.check_folder(folder).notes == note
+
+
+def test_a_draft_claims_a_record_only_for_six_runs_and_the_ratio_is_that_to_the_baseline(tmp_path):
+    folder = make_record(tmp_path / "record")
+    assert 'kind = "record"' in (draft := check.draft_claim(folder)) and "ratio = 0.9474" in draft
+    p = check.p_below(list(RECORD_LOSSES.values()), 3.48)
+    assert f"p = {p:.2g}\n" in draft and "time_s = 37." in draft and "n = 6\n" in draft
+    (folder / "run-10.txt").unlink()
+    assert 'kind = "run"' in check.draft_claim(folder)
+    equal = make_equal_loss(tmp_path / "equal", 0.003)
+    losses = [[loss - margin for loss in RECORD_LOSSES.values()] for margin in (0.003, 0.0)]
+    assert f"p = {check.p_less(*losses):.2g}\n" in check.draft_claim(equal)
 
 
 def make_ladder(folder: Path, **last_rung) -> Path:
