@@ -66,6 +66,9 @@ def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real
     assert result["step_avg_ms"] == pytest.approx(result["train_time_ms"] / 12, rel=1e-3)
     assert {"peak_memory_mib", "status", "reason"} <= set(result)
     assert sum(log.step_times_ms) <= result["train_time_ms"] * 1.001 + 1
+    assert any(ms != round(ms) for ms in log.step_times_ms)
+    for point in log.validation[1:]:
+        assert point.fields["step_avg"] == pytest.approx(point.fields["train_time"] / point.step, rel=1e-2)
     for line in path.read_text().splitlines()[-20:]:
         if line.startswith(("step:", "result:", "note:")):
             assert line in printed.splitlines()
