@@ -488,6 +488,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(run_ranks, tmp_path)
     results = run_ranks(2, stop_rank_one, byte_run(tmp_path, num_steps=50))
     assert [result["step"] for result, _, _ in results] == [7, 7]
     assert all(result["status"] == "stopped" for result, _, _ in results)
+    assert [result["signal"] for result, _, _ in results] == [signal.SIGTERM, signal.SIGINT]      # rank 0 got none
     assert facts_of(checkpoints_in(tmp_path)[-1])["step"] == 7
 
 

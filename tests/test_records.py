@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -800,6 +801,114 @@ def test_compare_losses_at_equal_seconds(tmp_path):
     assert math.isnan(compare.loss_at(fast, 1e6))
 
 
+def test_compare_says_b_minus_a_in_every_line(tmp_path, capsys):
+    slow = {11: 3000.0, 25: 2000.0}
+    versions = header_for()["versions"] | dict(nccl="2.3", torch="2.12.0")
+    sides = dict(a=dict(step_ms=1000.0, val_loss=3.46996, slow=slow, result=dict(peak_memory_mib=100)),
+                 b=dict(step_ms=500.0, val_loss=3.47004, result=dict(peak_memory_mib=350),
+                        header=dict(config_micro_rows=1, versions=versions)))
+    logs = {}
+    for name, settings in sides.items():
+        for seed in (1, 2):
+            write_log(tmp_path / name, seed, **settings | dict(val_loss=settings["val_loss"] + 1e-6 * seed))
+        logs[name] = logs_in(tmp_path / name)[0]
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    text = capsys.readouterr().out
+    assert "configuration: the same" in text and "note: nccl None -> 2.3\nnote: torch 2.11.0 -> 2.12.0" in text
+    assert "    step 40: 3.4700 -> 3.4700, +0.0001 [" in text                 # by the result's digits, not the line's
+    seconds = [[log.train_time_s for log in side] for side in logs.values()]
+    point = check.mean(seconds[1]) / check.mean(seconds[0])
+    assert f"ratio B / A {point:.4f} [" in text and point < 0.6
+    for what, of_steps in (("mean step", check.mean), ("median step", statistics.median)):
+        a, b = (check.mean([of_steps(log.step_times_ms) for log in side]) for side in logs.values())
+        assert f"{what}: {a:.2f} -> {b:.2f} ms, {b - a:+.2f} [" in text
+    assert "slow steps a run: 2.0 -> 0.0" in text and "peak_memory_mib: 100 -> 350 MiB, +250" in text
+    a, b = (check.mean([log.seconds_to(3.48) for log in side]) for side in logs.values())
+    assert f"seconds to 3.48 (interpolated): {a:.2f} -> {b:.2f} s, {b - a:+.2f} [" in text
+    start, end = logs["a"][0].validation[1].seconds, min(log.validation[-1].seconds for log in logs["b"])
+    found = re.findall(r"^    ([\d.]+) s: (\S+) -> (\S+),", text, re.M)
+    assert [float(at) for at, *_ in found] == pytest.approx([start + (end - start) * i / 4 for i in range(5)], abs=0.06)
+    for at, *losses in found[1:-1]:
+        for loss, side in zip(losses, logs.values()):
+            assert float(loss) == pytest.approx(check.mean([compare.loss_at(log, float(at)) for log in side]), abs=0.01)
+    assert compare.main([str(tmp_path / "nothing"), str(tmp_path / "b")]) == 2
+
+
+def test_a_loss_between_two_validations_lies_on_their_line(tmp_path):
+    log = parse_log(write_log(tmp_path, 1))
+    before, after = log.validation[1:3]
+    for share in (0.0, 0.25, 1.0):
+        seconds = before.seconds + share * (after.seconds - before.seconds)
+        assert compare.loss_at(log, seconds) == pytest.approx(before.loss + share * (after.loss - before.loss))
+    assert log.seconds_to(before.loss) == before.seconds                       # a loss that is just reached
+    assert log.seconds_to((before.loss + after.loss) / 2) == pytest.approx((before.seconds + after.seconds) / 2)
+    write_log(tmp_path, 2, val_loss=3.49)
+    lines = compare.compare_losses([log], [parse_log(tmp_path / "run-2.txt")])
+    assert "  runs that pass 3.48: 1 of 1 -> 0 of 1" in lines
+
+
+@pytest.mark.parametrize("times, found", [
+    ([100.0] * 15 + [124.0] + [100.0] * 15, []), ([100.0] * 15 + [126.0] + [100.0] * 15, [(16, 100.0, "")]),
+    ([1.0] * 15 + [1.45] + [1.0] * 15, []), ([1.0] * 15 + [1.55] + [1.0] * 15, [(16, 1.0, "")]),
+    ([300.0] + [100.0] * 9 + [200.0, 250.0] + [100.0] * 19, [(1, 100.0, "first step"), (12, 100.0, ""),
+                                                            (11, 100.0, "after validation")]),
+    ([100.0] * 20 + [150.0] * 20, [])])
+def test_slow_steps_are_a_quarter_over_the_median_around_them_and_half_a_millisecond(tmp_path, times, found):
+    write_log(tmp_path, 1, num_steps=len(times), slow=dict(enumerate(times, 1)))
+    slow = parse_log(tmp_path / "run-1.txt").slow_steps
+    assert [(step.step, step.usual_ms, step.why) for step in slow] == found
+
+
+def test_what_a_log_says_of_its_run(tmp_path):
+    stopped = dict(status="target_reached", step=20, tokens_trained=2_000_000, val_tokens=77)
+    log = parse_log(write_log(tmp_path, 1, result=stopped, header=dict(
+        devices=["NVIDIA H100"], world_size=8, config_batch_tokens=200_000)))
+    assert log.hardware == "8 x NVIDIA H100" and log.val_tokens == 77 and not log.finished
+    assert log.tokens_at(10) == 1_000_000                # of 20 steps that were done, not of 40
+    edit_log(tmp_path / "run-1.txt", "step:20/40 val_loss", "step:10/40 val_loss")
+    with pytest.raises(LogError, match="step 10 follows step 10"):
+        parse_log(tmp_path / "run-1.txt")
+
+
+def test_curves_are_means_and_bands_and_axes_leave_out_the_fall(tmp_path):
+    pytest.importorskip("matplotlib")
+    logs = [parse_log(write_log(tmp_path, seed, step_ms=ms, val_loss=loss, result=dict(tokens_trained=tokens)))
+            for seed, ms, loss, tokens in ((1, 1000.0, 3.4, 4e7), (2, 2000.0, 3.5, 8e7), (3, 3000.0, 3.9, 12e7))]
+    curve = plot.mean_curve(logs)
+    assert (curve["loss"][-1], curve["low"][-1], curve["high"][-1]) == pytest.approx((3.6, 3.4, 3.9))
+    assert curve["seconds"][-1] == pytest.approx(check.mean([log.train_time_s for log in logs]), rel=1e-3)
+    assert curve["tokens"][-1] == pytest.approx(8e7)
+    curves = [dict(high=[9.0, 5.0, 4.0, 3.5, 3.2, 3.1, 3.0], low=[8.0, 5.0, 4.0, 3.5, 3.2, 3.1, 3.0])]
+    for target, low in ((None, 3.0), (2.0, 2.0), (3.05, 3.0)):
+        room = 4.0 - low                                 # a third of seven validations: the third one
+        assert plot.loss_limits(curves, target) == pytest.approx((low - 0.08 * room, 4.0 + 0.08 * room))
+    flat = [dict(high=[3.0] * 4, low=[3.0] * 4)]
+    assert plot.loss_limits(flat, None) == pytest.approx((2.9984, 3.0016))
+
+
+def test_a_picture_of_runs_shows_their_numbers(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_log(tmp_path / "a", 1, step_ms=100.0, slow={5: 900.0, 12: 130.0, 20: 140.0, 28: 150.0, 36: 160.0})
+    write_log(tmp_path / "b", 1, step_ms=100.0)
+    by_time, by_tokens, steps = plot.draw_runs(plot.read_places([tmp_path / "a", tmp_path / "b"])).axes
+    log = parse_log(tmp_path / "a" / "run-1.txt")
+    assert by_time.lines[0].get_xdata()[-1] == pytest.approx(log.train_time_s, rel=1e-3)
+    assert by_tokens.lines[0].get_xdata()[-1] == pytest.approx(40 * 524288 / 1e6)
+    assert any(text.get_text() == "target 3.48" for text in by_time.texts)
+    trace = steps.lines[0]
+    assert list(trace.get_xdata()) == [*range(1, 41)] and trace.get_ydata()[10] == log.step_times_ms[10]
+    usual = max(ms for side in "ab" for ms in parse_log(tmp_path / side / "run-1.txt").step_times_ms if ms < 125)
+    assert max(trace.get_ydata()) == pytest.approx(2 * usual, rel=0.01)       # cut at twice the usual, and marked
+    cut = [line for line in steps.lines if line.get_marker() == "^"]
+    assert [line.get_xdata()[0] for line in cut] == [5]
+    assert [text.get_text() for text in steps.texts] == [
+        "step 5: 900 ms", "step 20: 140 ms", "step 28: 150 ms", "step 36: 160 ms"]      # the four slowest
+    assert "slow steps named, 4 of 5" in steps.get_title("left")
+    write_log(tmp_path / "b", 1, header=dict(config_target_loss=3.28))
+    by_time = plot.draw_runs(plot.read_places([tmp_path / "a", tmp_path / "b"])).axes[0]
+    assert not any("target" in text.get_text() for text in by_time.texts)      # of two different ones none
+
+
 def test_plots_are_written(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     folder = make_record(tmp_path / "record", slow={11: 3000.0, 40: 2000.0})
@@ -831,6 +940,10 @@ def test_a_scaling_table_gives_points_and_ratios(tmp_path):
         write_log(tmp_path / "small", seed, val_loss=loss, step_ms=1000, header=dict(world_size=2))
     (tmp_path / "table.csv").write_text(TABLE, encoding="utf-8")
     recipes = plot.read_scaling(tmp_path / "table.csv")
+    head, *lines = TABLE.splitlines()
+    (tmp_path / "table.csv").write_text("\n".join([head, *reversed(lines)]), encoding="utf-8")
+    again = plot.read_scaling(tmp_path / "table.csv")                          # the cheapest first, whatever the order
+    assert again["idea"] == recipes["idea"] and again["base"] == recipes["base"]
     small, large = recipes["idea"]
     seconds = [2 * parse_log(tmp_path / "small" / f"run-{seed}.txt").train_time_s for seed in (1, 2)]
     assert small == plot.Scale("idea", "small", pytest.approx(sum(seconds) / 2), pytest.approx(4.0), False)
