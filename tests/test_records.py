@@ -309,6 +309,14 @@ def test_refused_log_without_result(tmp_path):
     assert any("no result line" in line for line in refusals(folder))
 
 
+def test_logs_without_a_step_are_not_taken_for_one_run(tmp_path):
+    for seed in (1, 2):
+        path = write_log(tmp_path, seed)
+        head = path.read_text(encoding="utf-8").rpartition(FENCE + "\n")[0]
+        path.write_text(head + FENCE + "\nnote: killed at once\n", encoding="utf-8")
+    assert check.twice_refusals(logs_in(tmp_path)[0]) == []
+
+
 def test_refused_log_with_a_loss_that_is_not_finite_on_the_way(tmp_path):
     folder = make_record(tmp_path / "record")
     edit_log(folder / "run-10.txt", "step:20/40 train_loss:", "step:20/40 train_loss:nan x:")
