@@ -100,6 +100,8 @@ def test_config_is_frozen(tg):
     (["--attention=flash"], ["--attention=flash", "flex"]),
     (["--preset=fast"], ["--preset=fast", "sprint"]),
     (["--seed=1", "--seed=1"], ["--seed", "twice"]),
+    (["--preset=tiny", "--preset=demo"], ["--preset", "twice"]),
+    (["--NUM_STEPS=1"], ["--NUM_STEPS", "no such key"]),
     (["--num_steps=0"], ["--num_steps=0", "from 1"]),
     (["--val_tokens=-1"], ["--val_tokens=-1", "from 0"]),
     (["--lr_matrix=nan"], ["--lr_matrix=nan", "finite"]),
@@ -230,7 +232,7 @@ def test_a_resumed_run_may_not_change_what_decides_the_curve(tg):
 @pytest.mark.parametrize("changes", [{}, dict(value_layers=(0, 1, 2)), dict(table_orders=(2, 3, 4)), dict(qk_dim=16),
                                      dict(no_attention_layers=()), dict(no_attention_layers=(0, 3, 3)),
                                      dict(mlp_dim=512, num_layers=2, long_layers=(1,), no_attention_layers=(),
-                                          value_layers=())])
+                                          value_layers=()), dict(vocab_size=1025, table_rows=1)])
 def test_the_number_of_parameters_is_that_of_the_model(tg, changes):
     c = tg.Config(**{**SMALL, "model_dim": 64, "head_dim": 32, "table_rows": 10_007, **changes})
     built = sum(p.numel() for p in tg.GPT(c).parameters())
@@ -261,3 +263,9 @@ def test_every_number_of_the_defaults_is_finite(tg):
 
 def test_hyphens_in_keys_are_underscores(tg):
     assert tg.parse_config(["--preset=tiny", "--num-steps=7"])[1] == {"num_steps": 7}
+
+
+def test_auto_is_a_number_of_rows_and_of_no_other_key(tg):
+    config, overrides = tg.parse_config(["--micro_rows=auto"])
+    assert config.micro_rows == 0 and overrides == {"micro_rows": 0}
+    assert "a whole number" in refusal(tg, "--num_steps=auto")

@@ -122,7 +122,7 @@ def head_case(dtype=FP32, T=48, K=64, V=256):
     x = F.rms_norm(normal(T, K), (K,)).to(dtype)
     w = (0.05 * normal(V, K, seed=1)).to(dtype)
     targets = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    targets[::5] = -1
+    targets[::5], targets[1] = -1, 0                   # the first id is a target like others
     share = torch.rand(T, generator=torch.Generator().manual_seed(3)).clamp(0.05, 0.95)
     log_copy = (1 - share).log() - normal(T, seed=4).abs()
     log_copy[1::4] = tg_no_match                       # nothing to copy
@@ -250,7 +250,7 @@ def test_the_head_loss_scales_its_gradients_by_what_comes_from_above(tg):
 @pytest.mark.parametrize("start", (0, 5, 100_000))
 def test_candidates_are_all_targets_then_negatives_each_once(tg, count, start):
     targets = torch.randint(0, 384, (3, 40), generator=torch.Generator().manual_seed(start), dtype=torch.int32)
-    targets[1:, ::5] = -1
+    targets[1:, ::5], targets[0, 0] = -1, 0
     ids, columns = tg.candidate_set(targets, 384, count, start)
     wanted = targets[targets >= 0].unique().long()
     assert ids.shape == (count,) and len(ids.unique()) == count

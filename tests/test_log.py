@@ -282,10 +282,11 @@ def test_the_step_average_is_that_of_the_steps_since_the_last_line(tg, tmp_path)
     watch, clock, log = progress(tg, tmp_path)
     for step in range(21):
         clock.step_ms.append(step + 1.0)
-        watch.push(step, 64, 1.0, torch.tensor([3.0, 0.1, 0.0]))
+        watch.push(step, 64, 0.12344, torch.tensor([3.0, 0.1, 0.0]))
     log.close()
     lines = [line for line in log.path.read_text().splitlines() if line.startswith("step:")]
     times = [float(line.split("step_avg:")[1].split("ms")[0]) for line in lines]
+    assert all(" lr:0.1234 tokens:" in line for line in lines)
     assert times == [1.5, 6.5, 16.5]        # the clock of this test is one step ahead of the lines
 
 

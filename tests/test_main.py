@@ -59,7 +59,7 @@ def test_without_shards_the_message_names_pattern_and_download_command(tg, capfd
     assert "data/fineweb10B/fineweb_train_*.bin" in err and "python data/cached_fineweb10B.py" in err
     files = write_small_shards(tmp_path)
     err = refused(tg, capfd, f"--train_files={files['train_files']}", f"--log_dir={tmp_path}/logs")
-    assert "no val shards match data/builtin/val_*.bin" in err
+    assert "no val shards match data/builtin/val_*.bin" in err and "--val_files=PATTERN" in err
 
 
 @pytest.mark.parametrize("sizes_gib, argv, preset, said", [

@@ -206,6 +206,7 @@ def test_nobodys_row_stays_zero_even_without_free_slots(tg):
     look_up(table, torch.arange(8), torch.ones(8, 4))
     optimizer.step(1.0, 0.9)
     assert table[:7].all() and not table[7].any()
+    assert optimizer.banks[0].state["second"][:7].all() and optimizer.banks[0].state["second"][7] == 0
 
 
 def test_at_rate_zero_the_table_keeps_its_bytes(tg):
@@ -466,6 +467,15 @@ def test_a_checkpoint_has_every_number_once_without_padding():
     wanted |= {"qkv/second": (3, 1, 16), "out/second": (1, 16), "other/second": (1, 16),
                "rows/weight": (18, 4), "rows/second": (18,), "rows/seen": (18,)}
     assert {key: tuple(t.shape) for key, t in tensors.items()} == wanted
+
+
+def test_each_bank_goes_on_from_its_own_number_of_steps(tg):
+    params = [nn.Parameter(normal(4, 4, seed=i)) for i in range(2)]
+    groups = [tg.Group(f"g{i}", "muon", {f"p{i}": p}, 1e-3, **MUON) for i, p in enumerate(params)]
+    optimizer = tg.Optimizer(groups, tg.World(), False)
+    optimizer.load({key: t.clone() for key, t in optimizer.gathered()}, dict(g0=5, g1=3))
+    optimizer.step(1.0, 0.9)
+    assert [bank.steps for bank in optimizer.banks] == [6, 4]
 
 
 @pytest.mark.parametrize("stop", [2, 3])

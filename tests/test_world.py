@@ -1,5 +1,6 @@
 """Room 2: who this process is, from the launcher's variables; one process needs none of them."""
 import os
+import re
 import socket
 import stat
 from types import SimpleNamespace
@@ -75,6 +76,9 @@ def test_the_allocator_setting_of_the_user_wins(tg, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     tg.init_world()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    tg.init_world()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_a_compiler_is_found_on_the_path_or_named_by_cc(tg, monkeypatch, tmp_path):
@@ -100,6 +104,10 @@ def test_launcher_variables_that_make_no_sense_are_refused(tg, monkeypatch):
             tg.init_world()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    with pytest.raises(tg.Refusal, match="expected whole numbers.*found 0 of 2, one on its host"):
+        tg.init_world()
+    monkeypatch.delenv("LOCAL_RANK")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     world = tg.init_world()
@@ -138,7 +146,8 @@ def wait_for_the_others(rank, size):
 
 def test_a_rank_says_for_whom_it_waits_and_where(run_ranks):
     first, late = run_ranks(2, wait_for_the_others)
-    assert first.count("\n") == 1 and "rank 0 of 2" in first and "127.0.0.1:" in first and "for rank 1;" in first
+    assert first.count("\n") == 1 and "rank 0 of 2" in first and "for rank 1;" in first
+    assert re.search(r"waits at 127\.0\.0\.1:\d+ for", first), first
     assert late == "" and 5 <= load_train_gpt().WAIT_S <= 15
 
 
