@@ -841,6 +841,7 @@ def test_the_dataset_card_sets_the_vocabulary_and_contradictions_are_refused(tg,
     run = tg.build(replaced(config, val_tokens=0), tg.World(), overrides)
     assert (run.config.vocab_size, run.config.eod_id, run.config.padded_vocab) == (200, 60, 256)
     assert run.model.embed.shape[0] == 256 and run.config.val_tokens == 1000
+    assert tg.facts(run, overrides, [])["data"]["tokenizer"] == "own"          # which sample.py and others then take
     with pytest.raises(tg.Refusal, match="--vocab_size=61: the dataset.json beside the shards says 200"):
         tg.build(config, tg.World(), dict(vocab_size=61))
     other = tmp_path / "other"
