@@ -439,17 +439,18 @@ def test_git_tells_a_clean_folder_from_a_changed_one_without_writing(tg, tmp_pat
     assert tg.git_state(str(tmp_path)) == dict(commit=clean["commit"], dirty=True)
 
 
-def test_a_resumed_run_keeps_its_stages(tg, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_resumed_run_keeps_its_stages(tg, tmp_path, monkeypatch, stage):
     argv = byte_run(tmp_path, "--checkpoint_every_steps=3", "--self_check=off")
     run_here(0, 1, argv)
     facts = tg.facts
 
     def of_another_table(*args):
         header = facts(*args)
-        header["stages"][0]["window"] += 1
+        header["stages"][stage - 1]["window"] += 1
         return header
     monkeypatch.setattr(tg, "facts", of_another_table)
-    with pytest.raises(tg.Refusal, match="stage 1 differs: .*window.* in the checkpoint"):
+    with pytest.raises(tg.Refusal, match=f"stage {stage} differs: .*window.* in the checkpoint"):
         run_here(0, 1, [*argv, f"--resume={checkpoints_in(tmp_path)[0]}"])
 
 
