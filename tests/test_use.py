@@ -618,11 +618,12 @@ def test_the_example_uses_the_models_own_tokenizer(loaded, trained, tmp_path, mo
     from records import load_example
     run = loaded.facts["run"]
     for told, kept in (("bytes", "bytes"), (None, "bytes"), ("our-bpe", "our-bpe")):
-        named = loaded._replace(facts=loaded.facts | {"run": run | {"data": run["data"] | {"tokenizer": told}}})
+        changes = {"step": 7, "run": run | {"data": run["data"] | {"tokenizer": told}}}     # of a run that was stopped
+        named = loaded._replace(facts=loaded.facts | changes)
         monkeypatch.setattr(checkpoints, "load_model", lambda *args, named=named, **more: named)
         export.export(trained[0], tmp_path / "model.safetensors")
         with safe_open(tmp_path / "model.safetensors", "pt") as file:
-            assert (file.metadata()["tokenizer"], file.metadata()["format"]) == (kept, "pt")
+            assert [file.metadata()[key] for key in ("tokenizer", "format", "step")] == [kept, "pt", "7"]
     status, said, errors = call(load_example, tmp_path / "model.safetensors", "hello")
     assert status == 2 and "tokenizer 'our-bpe'" in errors and not said and len(errors.splitlines()) == 1, errors
 
