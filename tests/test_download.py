@@ -314,11 +314,12 @@ def test_offline_mode_and_cache(tmp_path, hub):
     assert all((tmp_path / "out" / name).read_bytes() == data for name, data in FILES.items())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])       # whoever started the tests may ignore SIGINT
 def test_ctrl_c_is_quiet(tmp_path, hub, number):
     hub.plan[NAMES[1]] = ["hang"]
     process = subprocess.Popen(command(tmp_path), env=environment(tmp_path, hub.url), stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
+                               stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     deadline = time.monotonic() + 30
     while not under_way(tmp_path):
         assert time.monotonic() < deadline

@@ -68,7 +68,7 @@ def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real
     assert sum(log.step_times_ms) <= result["train_time_ms"] * 1.001 + 1
     assert any(ms != round(ms) for ms in log.step_times_ms)
     for point in log.validation[1:]:
-        assert point.fields["step_avg"] == pytest.approx(point.fields["train_time"] / point.step, rel=1e-2)
+        assert point.fields["step_avg"] * point.step == pytest.approx(point.fields["train_time"], abs=1)    # whole ms
     for line in path.read_text().splitlines()[-20:]:
         if line.startswith(("step:", "result:", "note:")):
             assert line in printed.splitlines()

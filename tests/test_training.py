@@ -586,8 +586,8 @@ def test_reaching_the_target_stops_and_says_so(tg, files, tmp_path, monkeypatch)
     assert '"target_reached"' in answer.out
     header = json.loads(answer.logs[0].split("=" * 100 + "\n")[1].splitlines()[0])
     flops = 6 * header["parameters"]["matmul"] * result["tokens_trained"]
-    assert result["mfu"] == pytest.approx(flops / (result["train_time_ms"] / 1e3) / 0.25e12, rel=1e-3)
-    assert result["step_avg_ms"] == pytest.approx(result["train_time_ms"] / result["step"], rel=1e-3)
+    assert result["mfu"] == pytest.approx(flops / (result["train_time_ms"] / 1e3) / 0.25e12, rel=0.02)
+    assert result["step_avg_ms"] == pytest.approx(result["train_time_ms"] / result["step"], rel=0.02)
     assert result["peak_memory_mib"] == 4
 
 
