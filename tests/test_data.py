@@ -350,6 +350,12 @@ def test_the_stream_wraps_at_its_end_and_the_last_token_is_only_a_target(tg, tmp
     assert batch.targets.flatten().tolist() == (tokens[1:13].tolist() * 3)[:30]        # true successors at the wrap too
 
 
+@pytest.mark.timeout(30)          # a planner that waits for another mark would search for ever
+def test_a_stream_whose_only_mark_is_its_last_token_begins_anew_at_its_first(tg, tmp_path):
+    planner = tg.Planner(write_stream(tmp_path, [1, 2, 3, EOD]), EOD)
+    assert planner.rows(2, 3) == [[(0, 3)], [(0, 3)]]
+
+
 documents_drawn = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 

@@ -1092,7 +1092,7 @@ def test_verify_hub_metadata(tmp_path, capsys):
     train.write_bytes(data)
     code, out, err = check(capsys, tmp_path)
     assert code == 1 and "fineweb_train_000001.bin.json says" in err
-    for tokens in (500, 8000):                              # shorter and longer than what came
+    for tokens in (500, 20_000):                            # shorter and longer than what came
         train.write_bytes(raw_shard(pat(tokens, 97, 1)))
         code, out, err = check(capsys, tmp_path)
         assert code == 1 and f"{1024 + 2 * tokens:,} bytes, fineweb_train_000001.bin.json says" in err
