@@ -434,7 +434,7 @@ def better_than_logs(key: str, claimed, measured: float) -> str | None:
     most = {"loss": 0.0005, "ratio": 0.005, "p": 0.05 * measured}.get(key.rsplit("_", 1)[-1], 0.5)
     slack = min(0.5 * 10.0 ** value.as_tuple().exponent, most) * (1 + 1e-9)
     if is_bound:
-        holds = measured < value
+        holds = measured < float(value)                      # of a Decimal, NaN would be an error
     else:
         holds = float(value) >= measured - slack             # false when the logs say nothing: NaN
     shown = "nothing" if math.isnan(measured) else f"{measured:.6g}"

@@ -55,6 +55,27 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(straight, tmp_path):
     assert again["resumed"] and not result["resumed"]
     assert any("resumed from" in line and "at step 4" in line for line in said)
     assert again["train_time_ms"] > facts_of(kept[0])["total_ms"]              # the clock goes on
+    assert [path.name for path in tmp_path.glob("*/step_*")] == ["step_000006"]      # that of its start is there
+
+
+def test_a_resumed_run_foretells_its_end_after_as_many_steps_of_its_own(tg, straight, tmp_path, monkeypatch):
+    monkeypatch.setattr(tg, "PACE_STEPS", 1)
+    monkeypatch.setattr(tg.Clock, "elapsed_ms", lambda self: 10_000.0)
+    folder, argv = straight[:2]
+    said = run_here(0, 1, changed(argv, f"--resume={checkpoints_in(folder)[0]}", f"--checkpoint_dir={tmp_path}"))[2]
+    config = tg.parse_config(argv)[0]
+    rows = [tg.rows_at(config, step) for step in range(6)]
+    at = [i for i, line in enumerate(said) if "at this pace" in line]
+    assert [said[i].split()[-2] for i in at] == [f"{10 * sum(rows) / sum(rows[:6]):.0f}"]
+    assert any(line.startswith("step:5/6 train_loss") for line in said[:at[0]])
+
+
+def test_a_resumed_run_goes_on_counting_what_clipping_drops(tg, tmp_path, monkeypatch):
+    monkeypatch.setitem(tg.STAGES, "plain", (tg.Stage(1.0, 50, 3, 0.0),))
+    argv = byte_run(tmp_path, "--checkpoint_every_steps=2", num_steps=4)
+    runs = [run_here(0, 1, argv)[2], run_here(0, 1, [*argv, f"--resume={checkpoints_in(tmp_path)[0]}"])[2]]
+    first, again = ([line for line in lines if "dropped by clipping" in line] for lines in runs)
+    assert first == again and int(first[0].split(",", 1)[1].split()[0].replace(",", "")) > 1000
 
 
 def test_a_resumed_log_says_so_and_is_no_record(straight, tmp_path):
@@ -64,7 +85,7 @@ def test_a_resumed_log_says_so_and_is_no_record(straight, tmp_path):
                            f"--log_dir={tmp_path}/logs"))
     log, = map(parse_log, (tmp_path / "logs").glob("*.txt"))
     assert log.resumed and log.header["resumed_from"].endswith("step_000004")
-    assert len(log.step_times_ms) == 6
+    assert len(log.step_times_ms) == 6 and sum(log.step_times_ms) <= 1000 * log.train_time_s + 1
     assert not parse_log(min((folder / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)).resumed
 
 
@@ -157,6 +178,11 @@ def test_other_data_is_refused_by_name(straight, refused, tmp_path):
     (tmp_path / "train_2.bin").write_bytes(blob)
     message = refused(checkpoints_in(straight[0])[0], f"--train_files={tmp_path}/train_*.bin")
     assert "train file 2 differs: train_2.bin" in message
+    blob = bytearray((tmp_path / "val_1.bin").read_bytes())
+    blob[1030] ^= 1
+    (tmp_path / "val_1.bin").write_bytes(blob)
+    message = refused(checkpoints_in(straight[0])[0], f"--val_files={tmp_path}/val_*.bin")
+    assert "val file 1 differs: val_1.bin" in message
     message = refused(checkpoints_in(straight[0])[0], f"--train_files={tmp_path}/train_1.bin")
     assert "train file 2 differs" in message and "nothing in this run" in message
 
@@ -461,6 +487,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(run_ranks, tmp_path)
     results = run_ranks(2, stop_rank_one, byte_run(tmp_path, num_steps=50))
     assert [result["step"] for result, _, _ in results] == [7, 7]
     assert all(result["status"] == "stopped" for result, _, _ in results)
+    assert [result["signal"] for result, _, _ in results] == [signal.SIGTERM, signal.SIGINT]      # rank 0 got none
     assert facts_of(checkpoints_in(tmp_path)[-1])["step"] == 7
 
 

@@ -100,6 +100,8 @@ def test_config_is_frozen(tg):
     (["--attention=flash"], ["--attention=flash", "flex"]),
     (["--preset=fast"], ["--preset=fast", "sprint"]),
     (["--seed=1", "--seed=1"], ["--seed", "twice"]),
+    (["--preset=tiny", "--preset=demo"], ["--preset", "twice"]),
+    (["--NUM_STEPS=1"], ["--NUM_STEPS", "no such key"]),
     (["--num_steps=0"], ["--num_steps=0", "from 1"]),
     (["--val_tokens=-1"], ["--val_tokens=-1", "from 0"]),
     (["--lr_matrix=nan"], ["--lr_matrix=nan", "finite"]),
@@ -145,11 +147,46 @@ def test_config_is_frozen(tg):
     (["--seed=1\n2"], ["--seed=1\\n2", "printable"]),
     (["--train_files=\x1b[31m*.bin"], ["--train_files=\\x1b", "printable"]),
     (["--log_dir=\udc80"], ["--log_dir=\\udc80", "printable"]),
+    (["--softcap=23,5,7.5,1"], ["--softcap=(23.0, 5.0, 7.5, 1.0)", "three numbers"]),
+    (["--block_tokens=8", "--row_tokens=24", "--batch_tokens=240", "--val_overlap=0"], ["--row_tokens=24", "of 16"]),
 ])
 def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(tg, argv, parts):
     text = refusal(tg, *argv)
     for part in parts:
         assert part in text, text
+
+
+@pytest.mark.parametrize("lowest, keys", [
+    (0, "eod_id micro_rows val_tokens val_overlap val_every_steps target_loss attention_scale lr_matrix lr_embed "
+        "lr_value lr_scalar lr_table cooldown_frac lr_floor ema_frac ema_blend seed profile_steps "
+        "checkpoint_every_steps long_layers no_attention_layers value_layers softcap"),
+    (1, "max_epochs vocab_size num_steps batch_tokens val_window_blocks num_layers num_heads mlp_dim table_rows "
+        "table_orders block_tokens log_every_steps"),
+    (8, "row_tokens head_dim qk_dim copy_dim"), (16, "model_dim")])
+def test_the_lowest_value_of_each_number_is_known(tg, lowest, keys):
+    for key in keys.split():
+        try:
+            tg.parse_config([f"--{key}={lowest}"])
+        except tg.Refusal as error:                 # for what it means beside other settings, not by itself
+            assert f"--{key}={lowest}: expected a finite" not in str(error), error
+        assert f"--{key}=" in (text := refusal(tg, f"--{key}={lowest - 1}")) and f"from {lowest} to" in text, text
+
+
+@pytest.mark.parametrize("softcap, legal", [
+    ("80,0,7.5", True), ("80.5,0,7.5", False), ("28,0,1", True), ("28.5,0,1", False), ("0.1,0,1", True),
+    ("0,0,1", False)])
+def test_a_cap_is_above_0_and_at_most_80_and_28_widths(tg, softcap, legal):
+    if legal:
+        tg.parse_config([f"--softcap={softcap}"])
+    else:
+        assert "at most 80 and at most 28 widths" in refusal(tg, f"--softcap={softcap}")
+
+
+@pytest.mark.parametrize("changes, fits", [
+    ({}, True), (dict(block_tokens=256), True), (dict(block_tokens=64), False), (dict(block_tokens=192), False),
+    *((dict([(key, width)]), width >= 16) for key in ("head_dim", "qk_dim", "copy_dim") for width in (12, 16))])
+def test_flexattention_takes_blocks_of_128_and_heads_from_16_on(tg, changes, fits):
+    assert dataclasses.replace(tg.Config(), **changes).fits_flex is fits
 
 
 def test_a_long_value_is_shown_in_part(tg):
@@ -193,11 +230,16 @@ def test_a_resumed_run_may_not_change_what_decides_the_curve(tg):
 @pytest.mark.parametrize("changes", [{}, dict(value_layers=(0, 1, 2)), dict(table_orders=(2, 3, 4)), dict(qk_dim=16),
                                      dict(no_attention_layers=()), dict(no_attention_layers=(0, 3, 3)),
                                      dict(mlp_dim=512, num_layers=2, long_layers=(1,), no_attention_layers=(),
-                                          value_layers=())])
+                                          value_layers=()), dict(vocab_size=1025, table_rows=1)])
 def test_the_number_of_parameters_is_that_of_the_model(tg, changes):
     c = tg.Config(**{**SMALL, "model_dim": 64, "head_dim": 32, "table_rows": 10_007, **changes})
     built = sum(p.numel() for p in tg.GPT(c).parameters())
     assert 0 <= built - tg.num_parameters(c) < 0.02 * built
+
+
+def test_a_layer_that_is_named_twice_is_counted_once(tg):
+    once, twice = (tg.Config(**{**SMALL, "no_attention_layers": layers}) for layers in ((0, 3), (0, 3, 3)))
+    assert tg.num_parameters(once) == tg.num_parameters(twice)
 
 
 def test_every_number_of_the_defaults_is_finite(tg):
@@ -209,3 +251,9 @@ def test_every_number_of_the_defaults_is_finite(tg):
 
 def test_hyphens_in_keys_are_underscores(tg):
     assert tg.parse_config(["--preset=tiny", "--num-steps=7"])[1] == {"num_steps": 7}
+
+
+def test_auto_is_a_number_of_rows_and_of_no_other_key(tg):
+    config, overrides = tg.parse_config(["--micro_rows=auto"])
+    assert config.micro_rows == 0 and overrides == {"micro_rows": 0}
+    assert "a whole number" in refusal(tg, "--num_steps=auto")

@@ -150,8 +150,8 @@ def card_text(vocab_size, eod_id):
 @pytest.mark.parametrize("card, part", [
     ("{", "can't be read"), ('{"tokenizer": "bytes"}', "vocab_size"), ("[]", "card"), (card_text('"many"', 1), "many"),
     (card_text(257.9, 256), "257.9"), (card_text('"257"', 256), "'257'"), (card_text("Infinity", 256), "inf"),
-    (card_text(70_000, 256), "70000"), (card_text(257, 257), "257"), (card_text(257, -1), "-1"),
-    (card_text("true", 0), "True"),
+    (card_text(70_000, 256), "70000"), (card_text(65_537, 256), "65537"), (card_text(257, 257), "257"),
+    (card_text(257, -1), "-1"), (card_text("true", 0), "True"),
     ("[" * 100_000, "maximum recursion depth"), (b"\xff" * 5000, "utf-8"), (None, "dataset.json")])
 def test_a_broken_dataset_card_is_refused(tg, tmp_path, card, part):
     if card is None:
@@ -167,6 +167,9 @@ def test_a_dataset_card_is_read_and_none_is_needed(tg, tmp_path):
     assert tg.dataset_card([shard]) is None
     (tmp_path / "dataset.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=257, eod_id=256, more=[1])))
     assert tg.dataset_card([shard]) == dict(tokenizer="bytes", vocab_size=257, eod_id=256)
+    for vocab_size, eod_id in ((65_536, 65_535), (1, 0)):
+        (tmp_path / "dataset.json").write_text(card_text(vocab_size, eod_id))
+        assert tg.dataset_card([shard]) == dict(tokenizer="x", vocab_size=vocab_size, eod_id=eod_id)
     (tmp_path / "dataset.json").write_bytes(b'\xef\xbb\xbf{"vocab_size": 257, "eod_id": 256}')     # by Windows
     assert tg.dataset_card([shard]) == dict(tokenizer=None, vocab_size=257, eod_id=256)
 
@@ -177,7 +180,8 @@ def test_a_dataset_card_is_read_and_none_is_needed(tg, tmp_path):
 def test_shards_without_their_dataset_card_are_not_taken_for_gpt2s(tg, tmp_path, num_tokens, marks, card, fine):
     tokens = np.full(num_tokens, 65)
     tokens[:marks] = GPT2_EOD
-    stream = write_stream(tmp_path, tokens)
+    more = [np.full(2_000_000, 65)] if num_tokens == 100 else []          # what the first shard holds decides
+    stream = write_stream(tmp_path, tokens, *more)
     if card:
         stream.card = dict(tokenizer="x", vocab_size=50_257, eod_id=GPT2_EOD)
     if fine:
@@ -217,6 +221,10 @@ def test_a_token_outside_the_vocabulary_is_refused_with_place_and_id(tg, tmp_pat
     text = refusal(tg, lambda: stream.document_starts(0, GPT2_EOD))
     for part in ("fineweb_train_000007.bin", "token 60000", "position 3001", "50257"):
         assert part in text
+    tokens = np.full(10 ** 6, 7)
+    tokens[900_000:] = 300                           # the first of many, far into its shard
+    stream = write_stream(tmp_path, [7] * 10, tokens, vocab=300)
+    assert "token 300 at position 900000" in refusal(tg, lambda: stream.document_starts(1, 0))
 
 
 @pytest.mark.parametrize("vocab", [257, 32_767, 32_768, 32_769, 50_257, 65_535])
@@ -231,7 +239,7 @@ def test_marks_are_found_in_every_shard_and_beyond_the_first_million(tg, tmp_pat
     tokens = np.full(2 ** 20 + 10, 7)
     tokens[[0, 2 ** 20 - 1, 2 ** 20, 2 ** 20 + 9]] = EOD
     stream = write_stream(tmp_path, [1, EOD, 2], tokens)
-    assert stream.document_starts(0, EOD) == [1]
+    assert stream.document_starts(0, EOD) == [1] and stream.document_starts(0, 2) == [2]      # each asked for by itself
     assert stream.document_starts(1, EOD) == [3, 3 + 2 ** 20 - 1, 3 + 2 ** 20, 3 + 2 ** 20 + 9]
 
 
@@ -337,6 +345,12 @@ def test_the_stream_wraps_at_its_end_and_the_last_token_is_only_a_target(tg, tmp
     inputs = tokens[:12].tolist()
     assert batch.inputs.flatten().tolist() == (inputs * 3)[:30]
     assert batch.targets.flatten().tolist() == (tokens[1:13].tolist() * 3)[:30]        # true successors at the wrap too
+
+
+@pytest.mark.timeout(30)          # a planner that waits for another mark would search for ever
+def test_a_stream_whose_only_mark_is_its_last_token_begins_anew_at_its_first(tg, tmp_path):
+    planner = tg.Planner(write_stream(tmp_path, [1, 2, 3, EOD]), EOD)
+    assert planner.rows(2, 3) == [[(0, 3)], [(0, 3)]]
 
 
 documents_drawn = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -389,6 +389,11 @@ def test_standard_input_and_ascii_terminal(tmp_path):
     assert result.returncode == 0, result.stderr
     got = documents_of(tmp_path / "stdin", "train") + documents_of(tmp_path / "stdin", "val")
     assert sorted(got) == sorted([b"one", " zw\u00f6lf ".encode(), b"three"])
+    lines = b"\xef\xbb\xbfone\ntwo\nthree"
+    result = script("text.py", "-", "--tokenizer=bytes", f"--out={tmp_path / 'mark'}", stdin=lines)
+    assert result.returncode == 0, result.stderr
+    assert sorted(documents_of(tmp_path / "mark", "train") + documents_of(tmp_path / "mark", "val")) == [
+        b"one", b"three", b"two"]
     rows = b'{"text": "a\\ud800b"}\n{"text": "plain"}\n{"text": "more text"}\n'       # JSON may hold half a pair
     result = script("text.py", "-", "--stdin=jsonl", "--tokenizer=bytes", f"--out={tmp_path / 'rows'}", stdin=rows)
     assert result.returncode == 0, result.stderr
@@ -518,10 +523,50 @@ def test_giants_and_small_validation_sets_are_told(tmp_path, capsys):
     assert 1 <= shards.read_dataset(tmp_path / "out")["val"]["documents"] <= 4
     assert re.search(r"note: validation holds only \d+ tokens", said) and "--val-fraction" in said
     lines = write_jsonl(tmp_path / "in.jsonl", ["x" * 249] * 4 + ["y" * 20000] * 2)
+    for longest, told in ((3000, False), (3001, True)):       # more than half of all tokens
+        lines = write_jsonl(tmp_path / "in.jsonl", ["x" * (longest - 1), *(y * 999 for y in "abc")])
+        assert make(tmp_path / str(longest), lines, "--tokenizer=bytes", "--val-fraction=0.2") == 0
+        assert (f"one document holds {longest:,} of" in capsys.readouterr().err) == told
     for tokens, told in ((999, True), (1000, False)):
         lines = write_jsonl(tmp_path / "in.jsonl", ["x" * (tokens - 1)] + ["y" * 30000] * 2)
         assert make(tmp_path / str(tokens), lines, "--tokenizer=bytes") == 0
         assert ("validation holds only" in capsys.readouterr().err) == told
+
+
+def test_the_last_line_counts_what_was_written_and_left_out():
+    def side(documents, *shard_tokens):
+        rows = [dict(file=f"s_{i}.bin", tokens=tokens) for i, tokens in enumerate(shard_tokens)]
+        return dict(documents=documents, tokens=sum(shard_tokens), shards=rows)
+    meter, dataset = sources.Meter(), dict(train=side(9, 1000, 1000, 500), val=side(2, 300), text_sha256="ab" * 32)
+    line = ("out: 11 documents (2 validation), 2,800 tokens (300 validation), 3 + 1 shards; the last, s_2.bin, holds "
+            "500 of 1,000 tokens; text sha256 abababababababab; 2.0 s, 1,400 tokens/s")
+    assert text.summary(dataset, "out", 1000, meter, 0, 2.0) == line
+    meter.nulls = 1
+    meter.document("caf\ufffd", "first"), meter.document("\ufffd", "second")
+    assert text.summary(dataset, "out", 1000, meter, 1, 2.0) == (
+        line + "; 1 documents dropped, exact copies of validation documents; 1 rows left out, they hold null; "
+        "2 texts hold U+FFFD (not UTF-8), first first")
+
+
+def test_what_made_a_data_set_stands_in_it(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 20) for i in range(50)])
+    assert make(tmp_path / "out", source, "--tokenizer=bytes", "--seed=0") == 0
+    assert make(tmp_path / "seed", source, "--tokenizer=bytes", "--seed=5", "--val-fraction=0.1") == 0
+    first, how = (shards.read_dataset(tmp_path / name)["how"] for name in ("out", "seed"))
+    assert (first["seed"], how["seed"], how["builtin"]) == (0, 5, False) and "fraction 0.1" in how["split"]
+    assert f"{source}" in how["argv"] and how["packages"] == {"numpy": np.__version__}
+    for name in ("fineweb_val_000000.bin.tmp", "train_000007.bin.tmp", "tokens.bin.tmp", "mine.bin.tmp"):
+        (tmp_path / "seed" / name).write_text("left by a kill")
+    assert make(tmp_path / "seed", source, "--tokenizer=bytes", "--overwrite") == 0
+    assert [x.name for x in (tmp_path / "seed").glob("*.tmp")] == ["mine.bin.tmp"]
+
+
+@pytest.mark.parametrize("size, told", [(50_000_000, False), (50_000_001, True)])
+def test_an_input_that_takes_long_is_told_before(tmp_path, monkeypatch, capsys, size, told):
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 20) for i in range(50)])
+    monkeypatch.setattr(sources.os.path, "getsize", lambda path: size)
+    assert make(tmp_path / "out", source, "--tokenizer=bytes", "--threads=2") == 0
+    assert ("reading 50 MB with 2 threads" in capsys.readouterr().err) == told
 
 
 def test_fineweb_order_and_names(tmp_path, monkeypatch, capsys):
@@ -667,6 +712,67 @@ def test_few_bytes_that_are_not_utf8_pass_and_many_do_not(damaged, refused):
             assert many and f"{damaged} of the first {len(head)} bytes" in str(error)
 
 
+@pytest.mark.parametrize("head, notes", [
+    (b"a,b,c\n1,2,3\n4,5,6\n", 1), (b"a,b,c\n1,2,3\n", 0), (b"a,b\n1,2\n3,4\n", 0), (b"a;b;c\n1;2;3\n4;5;6\n", 1),
+    (b"a\tb\n1\t2\n3\t4\n", 1), (b"a\tb\n1\t2\n", 0), (b"a,b,c\n1,2\n3,4,5\n", 0), (b'{"a": 1}\n', 1), (b"{a\n", 0)])
+def test_what_looks_like_a_table_or_json_is_noted_where_text_is_expected(head, notes):
+    for hint, expected in (("--stdin=jsonl", notes), ("", 0)):
+        meter = sources.Meter()
+        sources.check_start(head, "x", meter, hint)
+        assert len(meter.notes) == expected, meter.notes
+
+
+def test_order_of_files_goes_by_the_seed_and_all_of_them_are_read(tmp_path):
+    for i in range(8):
+        (tmp_path / f"{i}.{'TXT' if i == 3 else 'txt'}").write_bytes(b"\xef\xbb\xbf" * (i == 5) + b"file %d" % i)
+    orders = []
+    for seed in (None, 0, 1, 1):
+        meter = sources.Meter()
+        orders.append([*sources.read_inputs([str(tmp_path)], meter, order_seed=seed)])
+        assert meter.done_bytes() == meter.total_bytes == 8 * 6 + 3
+    assert orders[0] == sorted(orders[1]) == sorted(orders[2]) == [f"file {i}" for i in range(8)]
+    assert orders[0] != orders[1] != orders[2] == orders[3]
+
+
+def test_lines_and_paragraphs_are_cut_as_they_stand(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo \r\n \t\r\n\r\nthree\nfour\n\n\nfive")
+    paragraphs = ["one\ntwo ", "three\nfour", "five"]
+    for unit, documents in (("line", ["one", "two ", "three", "four", "five"]), ("paragraph", paragraphs),
+                            ("auto", paragraphs)):
+        assert [*sources.read_inputs([str(tmp_path / "a.txt")], sources.Meter(), unit)] == documents
+    (tmp_path / "b.txt").write_text("a\n\nb")
+    assert len([*sources.read_inputs([str(tmp_path)], sources.Meter())]) == 2          # of several files each is one
+    (tmp_path / "c.jsonl").write_bytes(b'"x"\n  \t\n"y"\r\n\n')
+    assert [*sources.read_inputs([str(tmp_path / "c.jsonl")], sources.Meter())] == ["x", "y"]
+
+
+def test_a_document_may_be_as_long_as_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 100)
+    (tmp_path / "a.txt").write_text("x" * 100 + "\n")
+    for length, unit, fits in ((100, "line", True), (101, "line", False), (100, "file", True), (101, "file", False)):
+        (tmp_path / "a.txt").write_text("x" * length)
+        try:
+            assert [*sources.read_inputs([str(tmp_path / "a.txt")], sources.Meter(), unit)] == ["x" * length] and fits
+        except sources.InputError as error:
+            assert not fits and "more than 100 characters" in str(error)
+
+
+def test_the_builtin_pieces_are_short_and_validation_is_whole_documents_by_the_seed(monkeypatch):
+    whole = ["".join(f"document {i} line {k}\n" for k in range(20 + 13 * i)) for i in range(40)]
+    monkeypatch.setattr(sources, "builtin_documents", lambda: iter(whole))
+    firsts = []
+    for seed in (0, 1):
+        documents, num_val = sources.builtin_pieces(0.1, seed)
+        val, pieces = documents[:num_val], documents[num_val:]
+        held = sum(map(len, val))
+        assert set(val) < set(whole) and held >= 0.1 * sum(map(len, whole)) > held - len(val[-1])
+        assert sorted("".join(pieces).splitlines()) == sorted(
+            line for document in whole if document not in val for line in document.splitlines())
+        assert max(map(len, pieces)) < 512 + 30 and sum(len(piece) < 512 for piece in pieces) <= len(whole) - num_val
+        firsts.append(val)
+    assert firsts[0] != firsts[1]
+
+
 def test_parquet_rows_that_are_no_text_are_named_and_nulls_left_out(tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     import pyarrow.parquet as parquet
@@ -716,6 +822,7 @@ def test_a_folder_follows_links_once_and_counts_what_it_leaves_out(tmp_path, cap
     (b"One, two,\nthree, four,\nand no more\n", 0, "note: validation"),
     ("Stra\u00dfe\n\u00fcber\nFl\u00fcsse\nB\u00e4ume\n".encode("latin-1"), 2, "LATIN1"),
     (b"one\n\0\nthree\n", 2, "NUL bytes"), (b"", 2, "no document found"),
+    (b"\xfe\xff" + "one\ntwo\n".encode("utf-16-be"), 2, "UTF-16 text"),
 ])
 def test_standard_input_that_is_no_plain_text(tmp_path, data, code, said):
     result = script("text.py", "-", "--tokenizer=bytes", f"--out={tmp_path / 'out'}", stdin=data)
@@ -845,6 +952,28 @@ def test_verify_counts_every_bad_id(tmp_path, capsys):
     shards.write_shard(tmp_path / "fineweb_train_000001.bin", tokens)
     code, out, err = check(capsys, tmp_path)
     assert code == 1 and "3 ids out of range, first at position 1500005: id 50257" in err and " 3  -" in out
+    tokens[[2_000_000, 2_999_999]] = 0
+    shards.write_shard(tmp_path / "fineweb_train_000001.bin", tokens)
+    code, out, err = check(capsys, tmp_path)
+    assert code == 1 and "1 ids out of range, first at position 1500005: id 50257" in err      # the first that is none
+
+
+@pytest.mark.parametrize("vocab_size, bad", [(40_000, 1), (65_535, 1), (65_536, 0)])
+def test_verify_takes_the_vocabulary_from_the_dataset_json_and_compares_its_counts(tmp_path, capsys, vocab_size, bad):
+    sides = {}
+    for side, first in (("train", 0), ("val", 1)):
+        sha256 = shards.write_shard(tmp_path / f"{side}_000000.bin", [256, first, min(vocab_size, 65_535), 2, 3, 4])
+        row = {"file": f"{side}_000000.bin", "tokens": 6, "sha256": sha256}
+        sides[side] = {"documents": 1, "tokens": 6, "shards": [row]}
+    shards.write_dataset(tmp_path, {**GOOD, "vocab_size": vocab_size, "tokenizer": "own", **sides})
+    code, out, err = check(capsys, tmp_path)
+    assert code == bad and err.count(f"the vocabulary has {vocab_size:,} ids") == 2 * bad
+    for more in (-1, 1):
+        changed = json.loads(json.dumps(sides))
+        changed["val"]["tokens"] = changed["val"]["shards"][0]["tokens"] = 6 + more
+        shards.write_dataset(tmp_path, {**GOOD, "vocab_size": 65_536, "tokenizer": "own", **changed})
+        code, out, err = check(capsys, tmp_path)
+        assert code == 1 and f"6 tokens, dataset.json says {6 + more}" in err
 
 
 def test_verify_overlap_by_content(tmp_path, capsys):
@@ -963,9 +1092,10 @@ def test_verify_hub_metadata(tmp_path, capsys):
     train.write_bytes(data)
     code, out, err = check(capsys, tmp_path)
     assert code == 1 and "fineweb_train_000001.bin.json says" in err
-    train.write_bytes(raw_shard(pat(500, 97, 1)))
-    code, out, err = check(capsys, tmp_path)
-    assert code == 1 and "2,024 bytes, fineweb_train_000001.bin.json says" in err
+    for tokens in (500, 20_000):                            # shorter and longer than what came
+        train.write_bytes(raw_shard(pat(tokens, 97, 1)))
+        code, out, err = check(capsys, tmp_path)
+        assert code == 1 and f"{1024 + 2 * tokens:,} bytes, fineweb_train_000001.bin.json says" in err
 
 
 @pytest.mark.parametrize("name, expected", [

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,6 +138,92 @@ def test_a_wait_that_the_hub_asks_for_is_kept_if_it_is_short(tmp_path, hub):
     assert f"{NAMES[0]}: given up (the hub answers 429, and asks to wait 3,600 s); run again later" in error
 
 
+def tries(monkeypatch, *outcomes):
+    """(what retry gives or its error's text, seconds waited) where action() fails with these in turn, then works."""
+    import hub
+    left, waited = list(outcomes), []
+    monkeypatch.setattr(hub.time, "sleep", waited.append)
+
+    def action():
+        if not left:
+            return "there"
+        raise left.pop(0)
+    try:
+        return hub.retry("x.bin", action), waited
+    except hub.HubError as error:
+        return str(error), waited
+
+
+def answer(status, **headers):
+    from huggingface_hub.errors import HTTPError
+    error, headers = HTTPError("no"), {key.replace("_", "-"): value for key, value in headers.items()}
+    error.response = SimpleNamespace(status_code=status, headers=headers)
+    return error
+
+
+def test_trouble_is_tried_again_five_times_and_lies_twice(monkeypatch):
+    import hub
+    assert tries(monkeypatch, *[TimeoutError("slow")] * 5) == ("there", [1, 2, 4, 8, 16])
+    text, waited = tries(monkeypatch, *[TimeoutError("slow")] * 6)
+    assert "x.bin: given up (connection lost" in text and len(waited) == 5
+    assert tries(monkeypatch, *[hub.Damaged("cut")] * 2) == ("there", [1, 2])
+    assert tries(monkeypatch, *[hub.Damaged("cut")] * 3) == ("x.bin: cut, 3 times: not kept", [1, 2])
+
+
+@pytest.mark.parametrize("status, again, hint", [
+    (408, True, False), (429, True, False), (500, True, False), (503, True, False), (400, False, False),
+    (401, False, True), (403, False, True), (404, False, False), (499, False, False)])
+def test_only_what_may_pass_is_tried_again(monkeypatch, status, again, hint):
+    found, waited = tries(monkeypatch, answer(status))
+    assert (found == "there") == again and waited == [1] * again
+    assert again or f"the hub answers {status}" in found and ("; set HF_TOKEN" in found) == hint
+
+
+@pytest.mark.parametrize("asked, waited", [("3", [3]), ("0", [1]), ("300", [300]), ("301", []), ("soon", [1])])
+def test_the_hub_may_ask_for_five_minutes(monkeypatch, asked, waited):
+    found, seconds = tries(monkeypatch, answer(429, Retry_After=asked))
+    assert seconds == waited and (found == "there" if waited else "asks to wait 301 s" in found)
+
+
+def test_files_from_elsewhere_are_taken_only_for_what_the_hub_has(tmp_path, monkeypatch):
+    import hub
+    path, remote = tmp_path / "x.bin", hub.Remote("a/b", "x.bin", "x.bin")
+    path.write_bytes(b"abc")
+    sha256 = hashlib.sha256(b"abc").hexdigest()
+    for size, digest, same in ((3, sha256, True), (4, sha256, False), (3, "0" * 64, False), (3, None, False)):
+        assert hub.matches(path, hub.Facts(size, "e", "c", digest)) is same
+    hub.remember(path, remote, hub.Facts(3, "e", "c", None))
+    assert hub.is_whole(path, remote)
+    for other in (hub.Remote("a/c", "x.bin", "x.bin"), hub.Remote("a/b", "y.bin", "x.bin")):
+        assert not hub.is_whole(path, other)
+    path.write_bytes(b"abcd")
+    assert not hub.is_whole(path, remote)
+
+
+def test_too_little_room_and_what_is_missing_are_said(tmp_path, monkeypatch, capsys):
+    import hub
+    remotes, free = [hub.Remote("a/b", f"{i}.bin", f"{i}.bin") for i in range(4)], [119]
+
+    def facts_of(remote):
+        if remote.name == "0.bin":
+            raise hub.HubError("0.bin: the hub answers 404")
+        return hub.Facts(40, "e", "c", None)
+
+    def fetch(remote, facts, folder, check):
+        if remote.name == "1.bin":
+            raise hub.HubError("1.bin: given up")
+    stand_ins = dict(connect=lambda name: None, is_offline=lambda: False, facts_of=facts_of, fetch=fetch)
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(hub, name, stand_in)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
+    with pytest.raises(hub.HubError, match="0.0 GB to fetch, 0.0 GB free; ask for fewer files or make room"):
+        hub.fetch_all(remotes, tmp_path)
+    free[0] = 120
+    assert hub.fetch_all(remotes, tmp_path) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 3 and said.count(".bin: 40 bytes, size as the hub says (2 of 3)") == 1
+
+
 def test_throttled_question(tmp_path, hub):
     hub.head_plan[NAMES[0]] = ["429", "503"]
     result = run(tmp_path, hub)
@@ -207,7 +294,11 @@ def test_no_network_is_said_within_seconds_and_in_one_short_line(tmp_path, liste
 
 def test_offline_mode_and_cache(tmp_path, hub):
     error = one_line_error(run(tmp_path, hub, 1, HF_HUB_OFFLINE="1"), 1)
-    assert "HF_HUB_OFFLINE" in error and hub.log == []
+    assert "HF_HUB_OFFLINE" in error and hub.log == [] and "2 of 2 files are missing" in error
+    (tmp_path / "out" / NAMES[0]).write_bytes(FILES[NAMES[0]][:-1])
+    error = one_line_error(run(tmp_path, hub, 1, HF_HUB_OFFLINE="1"), 1)
+    assert f"{NAMES[0]}: the hub's own file is no good: it" in error and "2 of 2 files are missing" in error
+    (tmp_path / "out" / NAMES[0]).unlink()
     from_cache = ("from huggingface_hub import hf_hub_download as get\n"
                   f"for name in {NAMES!r}: get({REPO!r}, name, repo_type='dataset')")
     subprocess.run([sys.executable, "-c", from_cache], env=environment(tmp_path, hub.url), check=True,
@@ -223,16 +314,18 @@ def test_offline_mode_and_cache(tmp_path, hub):
     assert all((tmp_path / "out" / name).read_bytes() == data for name, data in FILES.items())
 
 
-def test_ctrl_c_is_quiet(tmp_path, hub):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])       # whoever started the tests may ignore SIGINT
+def test_ctrl_c_is_quiet(tmp_path, hub, number):
     hub.plan[NAMES[1]] = ["hang"]
     process = subprocess.Popen(command(tmp_path), env=environment(tmp_path, hub.url), stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
+                               stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     deadline = time.monotonic() + 30
     while not under_way(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     start = time.monotonic()
     _, error = process.communicate(timeout=20)
     assert time.monotonic() - start < 3
@@ -246,6 +339,17 @@ def test_bad_count(tmp_path, argument):
     result = subprocess.run([sys.executable, str(DATA / "cached_fineweb10B.py"), "--", argument], capture_output=True,
                             text=True, timeout=30)
     assert result.returncode == 2 and "1 to 103" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_without_options_nine_shards_are_fetched_four_at_a_time(capsys):
+    import cached_fineweb10B as download
+    args = download.parse([])
+    assert (args.count, args.jobs, args.out.name) == (9, 4, "fineweb10B")
+    assert download.parse(["103", "--jobs=32"]).jobs == 32 and len(download.remotes(103)) == 104
+    for wrong in ("33", "0", "x"):
+        with pytest.raises(SystemExit):
+            download.parse([f"--jobs={wrong}"])
+        assert "expected 1 to 32" in capsys.readouterr().err
 
 
 def test_a_proxy_is_asked_instead(tmp_path, hub):

@@ -259,7 +259,7 @@ def test_random_command_lines_work_or_are_refused_in_a_line(tg, tmp_path, monkey
     files = write_small_shards(tmp_path)
     ends = campaign(lambda seed: config_case(tg, files, seed), seeds)
     assert sum(ends.values()) == len(seeds)
-    assert ends["worked"] >= len(seeds) // 8 and ends["refused as options"] >= len(seeds) // 4, ends
+    assert ends["worked"] >= len(seeds) // 10 and ends["refused as options"] >= len(seeds) // 4, ends
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ KINDS = {           # of a small data set: (vocabulary, end of document, what st
     "bare": (50_257, 50_256, "nothing"),
 }
 OPTIONS = ["--preset=tiny", "--model_dim=16", "--num_layers=1", "--num_heads=1", "--head_dim=8", "--qk_dim=8",
-           "--mlp_dim=8", "--no_attention_layers=",
+           "--mlp_dim=16", "--no_attention_layers=",
            "--value_layers=", "--table_rows=50", "--batch_tokens=512", "--row_tokens=32", "--val_tokens=0",
            "--val_overlap=0", "--num_steps=2"]
 NAMES = ("train_000000.bin", "train_000001.bin", "val_000000.bin")

@@ -3,7 +3,9 @@
 The interpreter is the real one without its site-packages, on a PATH that holds it and nothing else: no gcc, no
 torchrun, no git, no coreutils. A fake torch package (and its metadata) on PYTHONPATH says how many GPUs there are.
 """
+import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -245,6 +247,45 @@ def test_without_shards_and_network_it_says_so_and_trains_the_demo_uncompiled(ho
     given = house.run("--compile=on").stdout
     assert given.splitlines()[-1] == "demo of train_gpt.py ['--preset=demo', '--compile=on'] OMP=-"
     assert "without those shards: running the demo" in result.stderr and "cached_fineweb10B.py 9" in result.stderr
+
+
+@pytest.fixture
+def survey(monkeypatch):
+    """data/survey.py as a module."""
+    monkeypatch.syspath_prepend(ROOT / "data")
+    import survey
+    return survey
+
+
+@pytest.mark.parametrize("allowed, quota, cores", [
+    (range(8), "max 100000", 4), (range(4), "max 100000", 2), ([0, 2, 4], "max 100000", 3),
+    (range(8), "250000 100000", 2), (range(8), "50000 100000", 1), (range(2), "800000 100000", 1), (range(8), None, 4)])
+def test_cores_are_physical_ones_that_affinity_and_control_group_leave(survey, monkeypatch, allowed, quota, cores):
+    """A machine of 4 cores with 2 threads each: 0 and 1 are one core, 2 and 3, .."""
+    def read(path):
+        if "cpu.max" in path:
+            if quota is None:
+                raise FileNotFoundError(path)
+            return io.StringIO(quota + "\n")
+        cpu = int(re.search(r"cpu(\d+)/topology", path)[1])
+        return io.StringIO(f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}\n")
+    monkeypatch.setattr(survey, "open", read, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert survey.cores() == cores
+
+
+@pytest.mark.parametrize("rows, shards", [(1, 1), (76, 1), (77, 2), (7692, 100), (10_000, 103)])
+def test_shards_hold_three_tenths_more_than_steps_take_and_there_are_103(survey, tmp_path, monkeypatch, rows, shards):
+    """Rows of a million tokens, shards of a hundred."""
+    (tmp_path / "script.py").write_text(
+        f"from types import SimpleNamespace\ndef parse_config(argv, preset):\n"
+        "    files = 'data/fineweb10B/fineweb_train_*.bin'\n"
+        "    return SimpleNamespace(train_files=files, num_steps=1, row_tokens=10**6), {}\n"
+        f"def rows_at(config, step):\n    return {rows}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "train_gpt", None)
+    assert survey.shards_needed("script.py", [], "record") == shards
 
 
 @pytest.mark.recipe

@@ -66,6 +66,9 @@ def test_a_real_log_is_accepted_by_the_parser_with_all_its_fields(tg, logs, real
     assert result["step_avg_ms"] == pytest.approx(result["train_time_ms"] / 12, rel=1e-3)
     assert {"peak_memory_mib", "status", "reason"} <= set(result)
     assert sum(log.step_times_ms) <= result["train_time_ms"] * 1.001 + 1
+    assert any(ms != round(ms) for ms in log.step_times_ms)
+    for point in log.validation[1:]:
+        assert point.fields["step_avg"] * point.step == pytest.approx(point.fields["train_time"], abs=1)    # whole ms
     for line in path.read_text().splitlines()[-20:]:
         if line.startswith(("step:", "result:", "note:")):
             assert line in printed.splitlines()
@@ -264,14 +267,26 @@ def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
     assert watch.mfu(1e6, 1e3) == pytest.approx(6 * 1e9 * 1e6 / 989e12)
 
 
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA B200", 2250),
+    ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L40S", 362), ("NVIDIA T4", None), ("x86_64", None)])
+def test_utilisation_is_that_of_all_devices_at_their_dense_bf16_peak(tg, tmp_path, name, tflops):
+    watch, _, log = progress(tg, tmp_path)
+    log.close()
+    watch.header = dict(devices=[name] * 4, world_size=4, parameters=dict(matmul=10 ** 9, total=10 ** 10))
+    wanted = tflops and pytest.approx(6 * 1e9 * 1e6 / 0.5 / (4 * tflops * 1e12))
+    assert watch.mfu(1e6, 500.0) == wanted
+
+
 def test_the_step_average_is_that_of_the_steps_since_the_last_line(tg, tmp_path):
     watch, clock, log = progress(tg, tmp_path)
     for step in range(21):
         clock.step_ms.append(step + 1.0)
-        watch.push(step, 64, 1.0, torch.tensor([3.0, 0.1, 0.0]))
+        watch.push(step, 64, 0.12344, torch.tensor([3.0, 0.1, 0.0]))
     log.close()
     lines = [line for line in log.path.read_text().splitlines() if line.startswith("step:")]
     times = [float(line.split("step_avg:")[1].split("ms")[0]) for line in lines]
+    assert all(" lr:0.1234 tokens:" in line for line in lines)
     assert times == [1.5, 6.5, 16.5]        # the clock of this test is one step ahead of the lines
 
 

@@ -1,6 +1,7 @@
 """Room 10: exit codes and messages. 0 done, 1 failed, 2 refused; a refusal is one line on stderr, never a traceback."""
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -58,12 +59,13 @@ def test_without_shards_the_message_names_pattern_and_download_command(tg, capfd
     assert "data/fineweb10B/fineweb_train_*.bin" in err and "python data/cached_fineweb10B.py" in err
     files = write_small_shards(tmp_path)
     err = refused(tg, capfd, f"--train_files={files['train_files']}", f"--log_dir={tmp_path}/logs")
-    assert "no val shards match data/builtin/val_*.bin" in err
+    assert "no val shards match data/builtin/val_*.bin" in err and "--val_files=PATTERN" in err
 
 
 @pytest.mark.parametrize("sizes_gib, argv, preset, said", [
     ((80, 80), [], "record", ""), ((80, 23.6), [], "small", "preset small, as a GPU here has less than the"),
-    ((23.6,), ["--preset=record"], "record", ""), ((), [], "demo", "")])
+    ((23.6,), ["--preset=record"], "record", ""), ((), [], "demo", ""), ((80,), ["--preset=small"], "small", ""),
+    ((60, 80), [], "record", ""), ((59.9, 80), [], "small", "preset small, as a GPU here has less than the")])
 def test_without_a_preset_the_memory_of_the_smallest_gpu_decides(tg, capfd, monkeypatch, tmp_path, sizes_gib, argv,
                                                                  preset, said):
     """No GPU is asked for anything else here: the run would then be a CPU's."""
@@ -92,7 +94,23 @@ def test_a_failure_ends_with_exit_code_1(tg, capfd, monkeypatch, tmp_path):
     assert tg.main([f"--log_dir={tmp_path}/logs"]) == 1
     assert capfd.readouterr().err == "train_gpt: step 3: it broke\n"
     [log] = (tmp_path / "logs").iterdir()
-    assert '"failed"' in log.read_text()
+    assert log.read_text() == 'result:{"status": "failed", "reason": "step 3: it broke"}\n'
+
+
+def test_the_log_of_a_refused_run_says_why(tg, capfd, tmp_path):
+    err = refused(tg, capfd, "--train_files=nothing.bin", f"--log_dir={tmp_path}/logs")
+    [log] = (tmp_path / "logs").iterdir()
+    result = json.loads(log.read_text().removeprefix("result:"))
+    assert result == dict(status="refused", reason=err.removeprefix("train_gpt: ").removesuffix("\n"))
+
+
+@pytest.mark.parametrize("result, code", [
+    (dict(status="finished", checkpoint_failed=False), 0), (dict(status="finished", checkpoint_failed=True), 1),
+    (dict(status="target_reached", checkpoint_failed=False), 0), (dict(status="stopped", signal=15), 143),
+    (dict(status="stopped", signal=1), 129)])
+def test_the_exit_code_is_that_of_the_runs_end(tg, monkeypatch, tmp_path, result, code):
+    monkeypatch.setattr(tg, "train", lambda *args: result)
+    assert tg.main([f"--log_dir={tmp_path}/logs", f"--checkpoint_dir={tmp_path}"]) == code
 
 
 @pytest.mark.parametrize("local, one_rank, said", [(0, False, 1), (1, False, 0), (1, True, 1)])
@@ -112,8 +130,13 @@ def test_running_out_of_memory_is_a_failure_that_names_the_rank(tg, capfd, monke
     def fail(*args):
         raise torch.OutOfMemoryError("no 2 GiB")
     monkeypatch.setattr(tg, "train", fail)
-    assert tg.main([f"--log_dir={tmp_path}/logs"]) == 1
-    assert re.fullmatch(r"train_gpt: rank 0: out of memory; .*--micro_rows.*\(no 2 GiB\)\n", capfd.readouterr().err)
+    monkeypatch.setattr(tg, "join_group", lambda world: None)
+    for rank in (0, 3):
+        for key, value in (("RANK", rank), ("LOCAL_RANK", rank % 2), ("WORLD_SIZE", 4)):
+            monkeypatch.setenv(key, str(value))
+        assert tg.main([f"--log_dir={tmp_path}/logs"]) == 1
+        wanted = rf"train_gpt: rank {rank}: out of memory; .*--micro_rows.*\(no 2 GiB\)\n"
+        assert re.fullmatch(wanted, capfd.readouterr().err)
 
 
 def test_a_bug_is_not_dressed_up_as_a_refusal(tg, monkeypatch, tmp_path):

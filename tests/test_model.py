@@ -72,6 +72,16 @@ def test_windows_limit_the_view_by_blocks_and_short_layers_see_half(window):
 # ---- rotary ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("window", (1, 2, 3))
+def test_probabilities_and_loss_see_the_same_window(window):
+    """Copies too; and rows of another length have tables of their own."""
+    model = randomise(small_model())
+    for length in (64, 32):
+        tokens, targets = random_tokens(2, length), random_tokens(2, length, seed=9)
+        by_hand = -logits(model, tokens, window).gather(2, targets.long()[..., None]).sum()
+        assert float(model(tokens, targets, view(window)).detach()) == pytest.approx(float(by_hand), rel=1e-5)
+
+
 def test_rotary_turns_the_lower_half_of_the_pairs_by_geometric_frequencies(tg):
     tables = tg.rotary_tables(16, 128, torch.zeros(1))
     frequencies = [1024 ** (-i / 31) for i in range(32)] + [0.0] * 32
@@ -299,6 +309,21 @@ def test_ngram_ids_depend_on_the_last_n_tokens_of_the_document_alone(tg, orders)
     assert len(set(seen.values())) > 0.9 * len(seen)                                # other tokens, another row
 
 
+@pytest.mark.recipe
+def test_hashes_and_signs_are_those_of_checkpoints_that_are_there(tg):
+    """A table is worth nothing to a trainer that looks up other rows or gives them other signs, whatever the seed."""
+    tokens = torch.tensor([[50_256, 464, 3797, 3332, 50_000, 9]])
+    ids, signs = tg.ngram_ids(tokens, tg.segment_ids(tokens, 50_256), (2, 3, 4), 4_194_301)
+    assert ids[:, 0, 3:].tolist() == [[1138099, 2028027, 912989], [7751395, 5593288, 6915079],
+                                      [8656706, 10836100, 11202682]]
+    assert signs[:, 0, 3:].tolist() == [[1118, 1426, 2290], [5296, 5208, 2790], [7867, 5090, 7367]]
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        pool = tg.GPT(tg.parse_config(["--preset=tiny"])[0]).sign_pool
+        assert pool.shape == (8191, 64) and pool.sum() == 552 and pool.abs().min() == 1
+        assert "".join("+-"[sign < 0] for sign in pool[0, :16]) == "++--+++++--+-++-"
+
+
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
@@ -457,6 +482,13 @@ def test_blocks_of_one_kind_share_a_graph(tg, monkeypatch):
     for _ in range(2):
         model(tokens, random_tokens(2, 64, seed=3), view(4, training=True)).backward()
     assert len(model.blocks) > 4 and len(graphs) == 4                      # three kinds of blocks, and the pointer
+
+
+@pytest.mark.parametrize("heads, shape", [(2, (2, 16, 32)), (4, (4, 16, 32)), (3, (6, 8, 32))])
+def test_queries_and_keys_are_orthogonalised_by_pairs_of_heads(heads, shape):
+    """The layout that records/export.py promises."""
+    found = small_model(num_heads=heads).named_parameters()
+    assert {tuple(p.shape) for name, p in found if name.endswith(".qk")} == {shape}
 
 
 @pytest.mark.recipe

@@ -54,6 +54,14 @@ def test_normuon_is_its_formula(tg, shape):
     torch.testing.assert_close(second, v)
 
 
+def test_a_neuron_with_a_tiny_gradient_gets_a_step_as_large_as_the_others(tg):
+    weight, grad = torch.zeros(1, 8, 8), normal(1, 8, 8)
+    grad[0, 0] *= 1e-8
+    muon(tg, weight, grad, torch.zeros(1, 8, 8), moments((1, 8, 8)))
+    sizes = weight.norm(dim=-1)
+    torch.testing.assert_close(sizes, sizes.mean().expand(1, 8), rtol=1e-3, atol=0)
+
+
 def test_without_variance_and_decay_it_is_muon(tg, monkeypatch):
     """Against torch's own, made to orthogonalise in fp32 (its only use of Tensor.bfloat16), ours with its quintics and
     with a second moment that is the same for all neurons."""
@@ -112,10 +120,10 @@ def test_adam_equals_torch_optim_adam(tg, eps, size):
 
 
 def test_adam_decays_only_where_the_step_shrinks_the_weight(tg):
-    weight, zero = torch.tensor([1.0, -1.0, 2.0]), torch.zeros(3)
+    weight, zero = torch.tensor([1.0, -1.0, 2.0, 3.0]), torch.zeros(4)
     scalars = [scalar(t) for t in (0.1, 1 - 0.5, 1 - 0.9, 0.5, 0.9, 1e-10, 2.0)]
-    tg.adam_update(weight, torch.tensor([1.0, 1.0, -1.0]), zero.clone(), zero.clone(), *scalars)
-    torch.testing.assert_close(weight, torch.tensor([1.0 - 0.1 - 2 * 0.01, -1.0 - 0.1, 2.0 + 0.1]))
+    tg.adam_update(weight, torch.tensor([1.0, 1.0, -1.0, 0.0]), zero.clone(), zero.clone(), *scalars)
+    torch.testing.assert_close(weight, torch.tensor([1.0 - 0.1 - 2 * 0.01, -1.0 - 0.1, 2.0 + 0.1, 3.0]))
 
 
 def test_a_layer_whose_gradient_stops_early_stays_finite(tg):
@@ -200,6 +208,7 @@ def test_nobodys_row_stays_zero_even_without_free_slots(tg):
     look_up(table, torch.arange(8), torch.ones(8, 4))
     optimizer.step(1.0, 0.9)
     assert table[:7].all() and not table[7].any()
+    assert optimizer.banks[0].state["second"][:7].all() and optimizer.banks[0].state["second"][7] == 0
 
 
 def test_at_rate_zero_the_table_keeps_its_bytes(tg):

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,26 @@ def test_ratio_interval_is_fiellers():
     assert 0.92 < inside / 400 < 0.98
 
 
+def test_statistics_of_sides_of_unequal_size_and_spread_are_welchs_and_fiellers():
+    from scipy import stats
+    a, b = [90.0, 92.0, 91.5, 90.5], [100.0, 113.0, 101.0]
+
+    def freedom(scale):
+        """Welch and Satterthwaite's, of a and scale times b."""
+        parts = [check.deviation(side) ** 2 / len(side) * factor ** 2 for side, factor in ((a, 1), (b, scale))]
+        return sum(parts) ** 2 / sum(part ** 2 / (len(side) - 1) for part, side in zip(parts, (a, b)))
+    spread = [check.deviation(side) / math.sqrt(len(side)) for side in (a, b)]
+    t = (check.mean(a) - check.mean(b)) / math.hypot(*spread)
+    assert check.p_less(a, b) == pytest.approx(stats.t.cdf(t, freedom(1)))
+    half = stats.t.ppf(0.975, freedom(1)) * math.hypot(*spread)
+    assert check.difference(a, b)[1:] == pytest.approx(tuple(check.mean(b) - check.mean(a) + x for x in (-half, half)))
+    point, low, high = check.ratio(a, b)
+    quantile = stats.t.ppf(0.975, freedom(point))
+    for edge in (low, high):                # both edges are as far from the means as the quantile allows
+        distance = abs(check.mean(a) - edge * check.mean(b)) / math.hypot(spread[0], edge * spread[1])
+        assert distance == pytest.approx(quantile)
+
+
 def test_ratio_interval_when_one_side_has_no_spread():
     a, same = [90.0, 92.0, 91.5, 90.5], [100.0, 100.0, 100.0]
     half = 3.1824463 * check.deviation(a) / 2 / 100      # t quantile with 3 degrees of freedom
@@ -193,9 +214,11 @@ def test_ratio_interval_when_one_side_has_no_spread():
     (dict(result=dict(status="finished", step=30)), "incomplete (finished at step 30/40)"),
     (dict(result=dict(status="target_reached", step=30)), "chosen by looking"),
     (dict(result=dict(val_loss=3.40)), "result says val_loss 3.4000"),
+    (dict(result=dict(val_loss=3.4742)), "result says val_loss 3.4742"),
     (dict(result=dict(train_time_ms=30000.0)), "result says 30.000 s"),
     (dict(result=dict(train_time_ms=0)), "its training time is 0.0 s"),
     (dict(result=dict(val_tokens=1000)), "validated on 1000 tokens"),
+    (dict(result=dict(val_tokens=2097153)), "validated on 2097153 tokens"),
     (dict(header=dict(source_sha256=hashlib.sha256((SOURCE + "#").encode()).hexdigest()), source=SOURCE + "#\n"),
      "the embedded source has sha256"),
     (dict(source=SOURCE + "# one run of another script\n"), "mixed sources in the runs"),
@@ -225,6 +248,10 @@ def edit_log(path: Path, old: str, new: str) -> None:
     (("average",), "the result's step_avg times its steps says 30.000 s"),
     (("times",), "the result's train_time says 37."),
     (("one time",), "it holds 39 step times for 40 steps"),
+    (("one more",), "it holds 41 step times for 40 steps"),
+    (("first val",), "the validation line of step 0 says 0.003 s, its step times add up to 0.000 s"),
+    (("result by 5 ms",), "its last validation line"),
+    (("two steps late",), "the training line of step 20 says"),
 ])
 def test_refused_when_a_time_is_edited_in_some_places(tmp_path, places, words):
     folder = make_record(tmp_path / "record")
@@ -234,7 +261,11 @@ def test_refused_when_a_time_is_edited_in_some_places(tmp_path, places, words):
              "val": (r"(40/40 val_loss:\S+ train_time:)\d+", r"\g<1>30000"),
              "early val": (r"(20/40 val_loss:\S+ train_time:)\d+", r"\g<1>30000"),
              "train": (r"(40/40 train_loss:\S+ train_time:)\d+", r"\g<1>30000"),
-             "times": (r"(step_times_ms:\[)[\d.]+", r"\g<1>1000.0"), "one time": (r"(step_times_ms:\[)[\d.]+, ", r"\1")}
+             "times": (r"(step_times_ms:\[)[\d.]+", r"\g<1>1000.0"), "one time": (r"(step_times_ms:\[)[\d.]+, ", r"\1"),
+             "one more": (r"(step_times_ms:\[)", r"\g<1>0.0, "),
+             "first val": (r"(0/40 val_loss:\S+ train_time:)0ms", r"\g<1>3ms"),
+             "result by 5 ms": (r'(train_time_ms": )([\d.]+)', lambda m: f"{m[1]}{float(m[2]) + 5}"),
+             "two steps late": (r"(step:20/40 train_loss:\S+ train_time:)(\d+)", lambda m: f"{m[1]}{int(m[2]) + 2000}")}
     for place in places:
         text, count = re.subn(*edits[place], text)
         assert count == 1
@@ -278,6 +309,14 @@ def test_refused_log_without_result(tmp_path):
     assert any("no result line" in line for line in refusals(folder))
 
 
+def test_logs_without_a_step_are_not_taken_for_one_run(tmp_path):
+    for seed in (1, 2):
+        path = write_log(tmp_path, seed)
+        head = path.read_text(encoding="utf-8").rpartition(FENCE + "\n")[0]
+        path.write_text(head + FENCE + "\nnote: killed at once\n", encoding="utf-8")
+    assert check.twice_refusals(logs_in(tmp_path)[0]) == []
+
+
 def test_refused_log_with_a_loss_that_is_not_finite_on_the_way(tmp_path):
     folder = make_record(tmp_path / "record")
     edit_log(folder / "run-10.txt", "step:20/40 train_loss:", "step:20/40 train_loss:nan x:")
@@ -303,6 +342,14 @@ def test_refused_log_that_is_too_large(tmp_path):
         file.write("note: long\n" * 30000)
     found = refusals(folder)
     assert len(found) == 1 and "more than 300,000" in found[0]
+
+
+def test_a_log_may_have_300_000_bytes(tmp_path):
+    path = write_log(tmp_path, 1)
+    for size, found in ((300_000, 0), (300_001, 1)):
+        text = path.read_text(encoding="utf-8").rstrip("x\n") + "\n"
+        path.write_text(text + "x" * (size - len(text) - 1) + "\n", encoding="utf-8")
+        assert path.stat().st_size == size and len(check.log_refusals(parse_log(path), "run")) == found
 
 
 def test_refused_file_that_is_no_log(tmp_path):
@@ -346,6 +393,24 @@ def test_refused_without_baseline(tmp_path):
     assert any("ratio" in line and "nothing" in line for line in refusals(folder))
 
 
+def test_refused_with_a_single_log_of_the_baseline(tmp_path):
+    folder = make_record(tmp_path / "record")
+    for seed in range(11, 16):
+        (folder / "baseline" / f"run-{seed}.txt").unlink()
+    assert "1 logs in baseline/: the ratio needs at least 2 from the same machine and call" in refusals(folder)
+
+
+@pytest.mark.parametrize("t, sure", [(3.3, False), (3.45, True)])       # of 6 runs: p 0.0107 and 0.0091
+def test_the_mean_is_below_its_target_at_one_percent(tmp_path, t, sure):
+    folder, spread = make_record(tmp_path / "record", readme=False), 0.01
+    for seed in range(10, 16):
+        loss = 3.48 - t * spread / math.sqrt(5) + (spread if seed % 2 else -spread)
+        write_log(folder, seed, val_loss=loss, step_ms=900)
+    give_readme(folder)
+    found = refusals(folder)
+    assert found == [] if sure else len(found) == 1 and "not below the target 3.48 with p < 0.01" in found[0], found
+
+
 def test_refused_with_too_few_runs(tmp_path):
     folder = make_record(tmp_path / "record")
     for seed in range(11, 16):
@@ -387,6 +452,8 @@ def test_refused_without_target_in_the_configuration(tmp_path):
     (dict(time_s="nan"), "time_s is nan, not a number"),
     (dict(time_s="fast"), "time_s is fast, not a number"),
     (dict(target="3.28"), "says target 3.28"),
+    (dict(target="3.58"), "says target 3.58"),
+    (dict(hardware="NVIDIA H100"), "says hardware NVIDIA H100"),
     (dict(hardware="8 x NVIDIA H100 80GB HBM3"), "says hardware 8 x"),
     (dict(data="FineWeb"), f"does not name the validation fingerprint {VAL_PRINT}"),
     (dict(data=f"{check.UNNAMED}, val {VAL_PRINT}"), "name the data set"),
@@ -411,6 +478,11 @@ def test_refused_for_its_readme(tmp_path, change, words):
     ("rung_1_loss", "4", 4.001, False), ("rung_1_s", "1e2", 100.6, False), ("rung_1_s", "1e2", 100.4, True)])
 def test_a_claim_may_round_by_half_a_unit_of_its_last_digit(key, claimed, measured, accepted):
     assert (check.better_than_logs(key, check.Decimal(claimed), measured) is None) == accepted
+
+
+@pytest.mark.parametrize("measured, accepted", [(0.00999, True), (0.01, False), (0.0101, False), (math.nan, False)])
+def test_a_bound_is_above_what_was_measured(measured, accepted):
+    assert (check.better_than_logs("p", "<0.01", measured) is None) == accepted
 
 
 def test_a_claim_may_round_and_may_be_modest(tmp_path):
@@ -556,11 +628,45 @@ def test_refused_record_at_equal_loss(tmp_path, arguments, words):
     assert any("has no target_loss" in line for line in refusals(folder))
 
 
-def test_gaps_in_the_seeds_are_noted(tmp_path):
-    for seed in (1, 2, 4):
-        write_log(tmp_path, seed, val_loss=3.47 + 0.001 * seed)
+@pytest.mark.parametrize("seeds, note", [
+    ((1, 2, 4), ["seeds 3 are not there: say why"]), ((1, 14), [f"seeds {', '.join(map(str, range(2, 14)))} are not "
+     "there: say why"]), ((1, 2, 3), []), ((1, 5000), [])])
+def test_gaps_in_the_seeds_are_noted(tmp_path, seeds, note):
+    for seed in seeds:
+        write_log(tmp_path, seed, val_loss=3.47 + 0.0001 * seed / seeds[-1])
     give_readme(tmp_path)
-    assert "seeds 3 are not there: say why" in check.check_folder(tmp_path).notes
+    assert check.check_folder(tmp_path).notes == note
+
+
+def test_warnings_and_uncommitted_changes_of_one_log_are_noted(tmp_path):
+    for seed in (1, 2):
+        write_log(tmp_path, seed, val_loss=3.47 + 0.001 * seed)
+    edit_log(tmp_path / "run-2.txt", "note: predicted", "warn: one\nwarn: two\nwarn: three\nnote: predicted")
+    edit_log(tmp_path / "run-2.txt", '"dirty": false', '"dirty": true')
+    give_readme(tmp_path)
+    assert check.check_folder(tmp_path).notes == [
+        "the working tree had uncommitted changes (the source in the log is what ran)",
+        "run-2.txt: warn: one", "run-2.txt: warn: two"]
+
+
+@pytest.mark.parametrize("day, note", [("01T10:15", []), ("02T10:10", []), ("02T11:30", [
+    "runs and baseline span 25 hours: was this one call on one machine?"])])
+def test_arms_that_lie_more_than_a_day_apart_are_noted(tmp_path, day, note):
+    folder = make_record(tmp_path / "record")
+    edit_log(folder / "baseline" / "run-15.txt", "2026-12-01T10:15", f"2026-12-{day}")
+    assert check.check_folder(folder).notes == note
+
+
+def test_a_draft_claims_a_record_only_for_six_runs_and_the_ratio_is_that_to_the_baseline(tmp_path):
+    folder = make_record(tmp_path / "record")
+    assert 'kind = "record"' in (draft := check.draft_claim(folder)) and "ratio = 0.9474" in draft
+    p = check.p_below(list(RECORD_LOSSES.values()), 3.48)
+    assert f"p = {p:.2g}\n" in draft and "time_s = 37." in draft and "n = 6\n" in draft
+    (folder / "run-10.txt").unlink()
+    assert 'kind = "run"' in check.draft_claim(folder)
+    equal = make_equal_loss(tmp_path / "equal", 0.003)
+    losses = [[loss - margin for loss in RECORD_LOSSES.values()] for margin in (0.003, 0.0)]
+    assert f"p = {check.p_less(*losses):.2g}\n" in check.draft_claim(equal)
 
 
 def make_ladder(folder: Path, **last_rung) -> Path:
@@ -703,6 +809,116 @@ def test_compare_losses_at_equal_seconds(tmp_path):
     assert math.isnan(compare.loss_at(fast, 1e6))
 
 
+def test_compare_says_b_minus_a_in_every_line(tmp_path, capsys):
+    slow = {11: 3000.0, 25: 2000.0}
+    versions = header_for()["versions"] | dict(nccl="2.3", torch="2.12.0")
+    sides = dict(a=dict(step_ms=1000.0, val_loss=3.46996, slow=slow, result=dict(peak_memory_mib=100),
+                        header=dict(versions=header_for()["versions"] | dict(hip="6.2"))),
+                 b=dict(step_ms=500.0, val_loss=3.47004, result=dict(peak_memory_mib=350),
+                        header=dict(config_micro_rows=1, versions=versions)))
+    logs = {}
+    for name, settings in sides.items():
+        for seed in (1, 2):
+            write_log(tmp_path / name, seed, **settings | dict(val_loss=settings["val_loss"] + 1e-6 * seed))
+        logs[name] = logs_in(tmp_path / name)[0]
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    text = capsys.readouterr().out
+    assert "configuration: the same\nnote: hip 6.2 -> None\nnote: nccl None -> 2.3\nnote: torch 2.11" in text
+    assert "    step 40: 3.4700 -> 3.4700, +0.0001 [" in text                 # by the result's digits, not the line's
+    seconds = [[log.train_time_s for log in side] for side in logs.values()]
+    point = check.mean(seconds[1]) / check.mean(seconds[0])
+    assert f"ratio B / A {point:.4f} [" in text and point < 0.6
+    for what, of_steps in (("mean step", check.mean), ("median step", statistics.median)):
+        a, b = (check.mean([of_steps(log.step_times_ms) for log in side]) for side in logs.values())
+        assert f"{what}: {a:.2f} -> {b:.2f} ms, {b - a:+.2f} [" in text
+    assert "slow steps a run: 2.0 -> 0.0" in text and "peak_memory_mib: 100 -> 350 MiB, +250" in text
+    a, b = (check.mean([log.seconds_to(3.48) for log in side]) for side in logs.values())
+    assert f"seconds to 3.48 (interpolated): {a:.2f} -> {b:.2f} s, {b - a:+.2f} [" in text
+    start, end = logs["a"][0].validation[1].seconds, min(log.validation[-1].seconds for log in logs["b"])
+    found = re.findall(r"^    ([\d.]+) s: (\S+) -> (\S+),", text, re.M)
+    assert [float(at) for at, *_ in found] == pytest.approx([start + (end - start) * i / 4 for i in range(5)], abs=0.06)
+    for at, *losses in found[1:-1]:
+        for loss, side in zip(losses, logs.values()):
+            assert float(loss) == pytest.approx(check.mean([compare.loss_at(log, float(at)) for log in side]), abs=0.01)
+    assert compare.main([str(tmp_path / "nothing"), str(tmp_path / "b")]) == 2
+
+
+def test_a_loss_between_two_validations_lies_on_their_line(tmp_path):
+    log = parse_log(write_log(tmp_path, 1))
+    before, after = log.validation[1:3]
+    for share in (0.0, 0.25, 1.0):
+        seconds = before.seconds + share * (after.seconds - before.seconds)
+        assert compare.loss_at(log, seconds) == pytest.approx(before.loss + share * (after.loss - before.loss))
+    for point in (before, log.validation[-1]):                                 # a loss that is just reached
+        assert log.seconds_to(point.loss) == point.seconds
+    assert log.seconds_to((before.loss + after.loss) / 2) == pytest.approx((before.seconds + after.seconds) / 2)
+    write_log(tmp_path, 2, val_loss=3.49)
+    lines = compare.compare_losses([log], [parse_log(tmp_path / "run-2.txt")])
+    assert "  runs that pass 3.48: 1 of 1 -> 0 of 1" in lines
+
+
+@pytest.mark.parametrize("times, found", [
+    ([100.0] * 15 + [124.0] + [100.0] * 15, []), ([100.0] * 15 + [126.0] + [100.0] * 15, [(16, 100.0, "")]),
+    ([1.0] * 15 + [1.45] + [1.0] * 15, []), ([1.0] * 15 + [1.55] + [1.0] * 15, [(16, 1.0, "")]),
+    ([300.0] + [100.0] * 9 + [200.0, 250.0] + [100.0] * 19, [(1, 100.0, "first step"), (12, 100.0, ""),
+                                                            (11, 100.0, "after validation")]),
+    ([100.0] * 20 + [150.0] * 20, [])])
+def test_slow_steps_are_a_quarter_over_the_median_around_them_and_half_a_millisecond(tmp_path, times, found):
+    write_log(tmp_path, 1, num_steps=len(times), slow=dict(enumerate(times, 1)))
+    slow = parse_log(tmp_path / "run-1.txt").slow_steps
+    assert [(step.step, step.usual_ms, step.why) for step in slow] == found
+
+
+def test_what_a_log_says_of_its_run(tmp_path):
+    stopped = dict(status="target_reached", step=20, tokens_trained=2_000_000, val_tokens=77)
+    log = parse_log(write_log(tmp_path, 1, result=stopped, header=dict(
+        devices=["NVIDIA H100"], world_size=8, config_batch_tokens=200_000)))
+    assert log.hardware == "8 x NVIDIA H100" and log.val_tokens == 77 and not log.finished
+    assert log.tokens_at(10) == 1_000_000                # of 20 steps that were done, not of 40
+    edit_log(tmp_path / "run-1.txt", "step:20/40 val_loss", "step:10/40 val_loss")
+    with pytest.raises(LogError, match="step 10 follows step 10"):
+        parse_log(tmp_path / "run-1.txt")
+
+
+def test_curves_are_means_and_bands_and_axes_leave_out_the_fall(tmp_path):
+    pytest.importorskip("matplotlib")
+    logs = [parse_log(write_log(tmp_path, seed, step_ms=ms, val_loss=loss, result=dict(tokens_trained=tokens)))
+            for seed, ms, loss, tokens in ((1, 1000.0, 3.4, 4e7), (2, 2000.0, 3.5, 8e7), (3, 3000.0, 3.9, 12e7))]
+    curve = plot.mean_curve(logs)
+    assert (curve["loss"][-1], curve["low"][-1], curve["high"][-1]) == pytest.approx((3.6, 3.4, 3.9))
+    assert curve["seconds"][-1] == pytest.approx(check.mean([log.train_time_s for log in logs]), rel=1e-3)
+    assert curve["tokens"][-1] == pytest.approx(8e7)
+    curves = [dict(high=[9.0, 5.0, 4.0, 3.5, 3.2, 3.1, 3.0], low=[8.0, 5.0, 4.0, 3.5, 3.2, 3.1, 3.0])]
+    for target, low in ((None, 3.0), (2.0, 2.0), (3.05, 3.0)):
+        room = 4.0 - low                                 # a third of seven validations: the third one
+        assert plot.loss_limits(curves, target) == pytest.approx((low - 0.08 * room, 4.0 + 0.08 * room))
+    flat = [dict(high=[3.0] * 4, low=[3.0] * 4)]
+    assert plot.loss_limits(flat, None) == pytest.approx((2.9984, 3.0016))
+
+
+def test_a_picture_of_runs_shows_their_numbers(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_log(tmp_path / "a", 1, step_ms=100.0, slow={5: 900.0, 12: 130.0, 20: 140.0, 28: 150.0, 36: 160.0})
+    write_log(tmp_path / "b", 1, step_ms=100.0)
+    by_time, by_tokens, steps = plot.draw_runs(plot.read_places([tmp_path / "a", tmp_path / "b"])).axes
+    log = parse_log(tmp_path / "a" / "run-1.txt")
+    assert by_time.lines[0].get_xdata()[-1] == pytest.approx(log.train_time_s, rel=1e-3)
+    assert by_tokens.lines[0].get_xdata()[-1] == pytest.approx(40 * 524288 / 1e6)
+    assert any(text.get_text() == "target 3.48" for text in by_time.texts)
+    trace = steps.lines[0]
+    assert list(trace.get_xdata()) == [*range(1, 41)] and trace.get_ydata()[10] == log.step_times_ms[10]
+    usual = max(ms for side in "ab" for ms in parse_log(tmp_path / side / "run-1.txt").step_times_ms if ms < 125)
+    assert max(trace.get_ydata()) == pytest.approx(2 * usual, rel=0.01)       # cut at twice the usual, and marked
+    cut = [line for line in steps.lines if line.get_marker() == "^"]
+    assert [line.get_xdata()[0] for line in cut] == [5]
+    assert [text.get_text() for text in steps.texts] == [
+        "step 5: 900 ms", "step 20: 140 ms", "step 28: 150 ms", "step 36: 160 ms"]      # the four slowest
+    assert "slow steps named, 4 of 5" in steps.get_title("left")
+    write_log(tmp_path / "b", 1, header=dict(config_target_loss=3.28))
+    by_time = plot.draw_runs(plot.read_places([tmp_path / "a", tmp_path / "b"])).axes[0]
+    assert not any("target" in text.get_text() for text in by_time.texts)      # of two different ones none
+
+
 def test_plots_are_written(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     folder = make_record(tmp_path / "record", slow={11: 3000.0, 40: 2000.0})
@@ -734,6 +950,10 @@ def test_a_scaling_table_gives_points_and_ratios(tmp_path):
         write_log(tmp_path / "small", seed, val_loss=loss, step_ms=1000, header=dict(world_size=2))
     (tmp_path / "table.csv").write_text(TABLE, encoding="utf-8")
     recipes = plot.read_scaling(tmp_path / "table.csv")
+    head, *lines = TABLE.splitlines()
+    (tmp_path / "table.csv").write_text("\n".join([head, *reversed(lines)]), encoding="utf-8")
+    again = plot.read_scaling(tmp_path / "table.csv")                          # the cheapest first, whatever the order
+    assert again["idea"] == recipes["idea"] and again["base"] == recipes["base"]
     small, large = recipes["idea"]
     seconds = [2 * parse_log(tmp_path / "small" / f"run-{seed}.txt").train_time_s for seed in (1, 2)]
     assert small == plot.Scale("idea", "small", pytest.approx(sum(seconds) / 2), pytest.approx(4.0), False)

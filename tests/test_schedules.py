@@ -73,6 +73,13 @@ def test_the_batch_is_never_empty_and_a_small_vocabulary_is_taken_whole(tg, monk
     assert tg.candidates_at(c, 0) == 128
 
 
+def test_rows_are_rounded_to_the_nearest_number(tg, monkeypatch):
+    c = tg.Config(num_steps=8, stages="record", batch_tokens=8 * 128, row_tokens=128)
+    for share, rows in ((0.3, 2), (0.35, 3), (1 / 3, 3), (0.99, 8)):
+        use_stages(tg, monkeypatch, tg.Stage(1.0, 0, 3, 0.0, share))
+        assert tg.rows_at(c, 0) == rows
+
+
 @pytest.mark.recipe
 def test_the_sprint_takes_about_80_million_tokens_in_steps_of_one_size(tg):
     c = tg.parse_config(["--preset=sprint"])[0]

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import math
+import platform
 import re
 import subprocess
 import sys
@@ -189,7 +190,7 @@ def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, a
 
 
 @pytest.mark.parametrize("micro_rows, wanted", [
-    (24, (6, 12)), (100, (6, 12)), (6, (6, 6)), (5, (3, 4)), (1, (1, 1))])
+    (24, (6, 12)), (100, (6, 12)), (6, (6, 6)), (5, (3, 4)), (1, (1, 1)), (0, (6, 12))])
 def test_micro_batches_are_equal_and_at_most_micro_rows(tg, files, micro_rows, wanted):
     run = small_run(files, micro_rows=micro_rows)
     assert (tg.rows_at_once(run, 0), tg.rows_at_once(run, 1)) == wanted
@@ -456,6 +457,34 @@ def test_warm_up_makes_no_second_copy_of_the_table(tg, files, tmp_path, monkeypa
 # ---- pace ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("micro_rows, most, said, wanted", [
+    (0, 12, [], 12), (0, 11, [12], 6), (0, 5, [12, 6], 4), (0, 1, [12, 6, 4, 3, 2], 1), (12, 12, [], 12),
+    (0, 0, [12, 6, 4, 3, 2], "use a smaller --row_tokens"), (6, 5, [], "use --micro_rows=5 or auto"),
+    (1, 0, [], "use a smaller --row_tokens")])
+def test_rows_that_do_not_fit_are_fewer_where_that_is_auto_and_refused_where_not(tg, files, tmp_path, micro_rows, most,
+                                                                              said, wanted):
+    """A GPU that holds `most` rows at once; the largest step has 12."""
+    run, log = small_run(files, micro_rows=micro_rows), tg.RunLog(str(tmp_path), tg.World())
+    forward = run.model.forward
+
+    def limited(tokens, *more):
+        if len(tokens) > most:
+            raise torch.OutOfMemoryError("full")
+        return forward(tokens, *more)
+    run.model.forward = limited
+    if isinstance(wanted, str):
+        with pytest.raises(tg.Failure, match=f"out of memory with . rows of 64 tokens at once: {wanted}$"):
+            tg.fit_memory(run, log)
+    else:
+        tg.fit_memory(run, log)
+        assert tg.rows_at_once(run, 2) == wanted
+    log.close()
+    lines = log.path.read_text().splitlines()
+    assert [int(re.search(r"memory with (\d+) rows", line)[1]) for line in lines] == said
+    assert all(f"--micro_rows={rows - 1} or auto" in line for rows, line in zip(said, lines))
+    assert not any(bank.grad.any() for bank in run.optimizer.banks if bank.group.kind != "rows")
+
+
 @pytest.mark.parametrize("steps", [20, 21, 60])
 def test_after_twenty_steps_the_log_says_how_long_the_run_takes(tg, files, tmp_path, monkeypatch, steps):
     """Tokens to come at the pace of the tokens so far, as later steps are larger."""
@@ -534,7 +563,16 @@ def test_a_run_that_ends_with_weights_that_are_not_finite_never_says_finished(tg
     assert answer.result["status"] == "failed" and '"finished"' not in answer.events
 
 
-def test_reaching_the_target_stops_and_says_so(files, tmp_path):
+@pytest.mark.parametrize("loss, status", [(2.5, "target_reached"), (2.5000001, "finished")])
+def test_a_loss_that_equals_the_target_has_reached_it(tg, files, tmp_path, monkeypatch, loss, status):
+    monkeypatch.setattr(tg, "evaluate", lambda run: loss)
+    answer = call_main(small_options(**files, num_steps=4, val_every_steps=2, target_loss=2.5), tmp_path)
+    assert (answer.result["status"], answer.result["step"]) == (status, 0 if status == "target_reached" else 4)
+
+
+def test_reaching_the_target_stops_and_says_so(tg, files, tmp_path, monkeypatch):
+    monkeypatch.setitem(tg.PEAK_TFLOPS, platform.machine(), 0.25)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * 2 ** 20 - 1)
     options = small_options(**files, num_steps=60, val_every_steps=4, target_loss=4.5, val_overlap=0)
     answer = call_main(options, tmp_path)
     result = answer.result
@@ -545,6 +583,11 @@ def test_reaching_the_target_stops_and_says_so(files, tmp_path):
     losses = [float(x) for x in re.findall(r"val_loss:(\S+)", answer.events)]
     assert all(loss > 4.5 for loss in losses[:-1]) and losses[-1] <= 4.5
     assert '"target_reached"' in answer.out
+    header = json.loads(answer.logs[0].split("=" * 100 + "\n")[1].splitlines()[0])
+    flops = 6 * header["parameters"]["matmul"] * result["tokens_trained"]
+    assert result["mfu"] == pytest.approx(flops / (result["train_time_ms"] / 1e3) / 0.25e12, rel=0.02)
+    assert result["step_avg_ms"] == pytest.approx(result["train_time_ms"] / result["step"], rel=0.02)
+    assert result["peak_memory_mib"] == 4
 
 
 def test_a_target_met_at_the_last_step_is_a_finished_run(files, tmp_path):
@@ -581,6 +624,7 @@ def test_profile_steps_writes_a_trace_beside_the_log(files, tmp_path):
     [trace] = tmp_path.glob("*.trace.json.gz")
     assert trace.name.partition(".")[0] == next(tmp_path.glob("*.txt")).stem
     names = {event.get("name") for event in json.loads(gzip.open(trace).read())["traceEvents"]}
+    assert {name for name in names if str(name).startswith("ProfilerStep")} == {"ProfilerStep#1", "ProfilerStep#2"}
     assert "aten::scaled_dot_product_attention" in names
 
 
@@ -642,7 +686,9 @@ def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, fil
     for part in (f"{needed:,}", "4,999", "1 shard(s) of 100M", "python data/cached_fineweb10B.py",
                  f"--max_epochs={math.ceil(needed / 4999)}"):
         assert part in answer.err
-    run = tg.build(config, tg.World(), {})
+    with pytest.raises(tg.Refusal, match=f"allowed {math.ceil(needed / 4999) - 1}[.]"):
+        tg.build(replaced(config, max_epochs=math.ceil(needed / 4999) - 1), tg.World(), {})
+    run = tg.build(replaced(config, max_epochs=math.ceil(needed / 4999)), tg.World(), {})
     assert f"there: {needed / 4999:.2f} epochs" in tg.budget(run.config, run.train_stream)
 
 
@@ -710,6 +756,23 @@ def test_what_cannot_fit_is_refused_before_a_byte_of_it_is_allocated(tg, files, 
     assert asked == [1.0]
 
 
+@pytest.mark.parametrize("size, bytes_each", [(1, 16), (2, 12), (8, 9)])
+def test_weights_gradients_and_shared_averages_are_what_is_needed(tg, files, monkeypatch, size, bytes_each):
+    """In fp32: 4 bytes each, and 8 of averages among the ranks; the table has weights alone."""
+    import resource
+    run = small_run(files, table_rows=10_007)
+    table = run.model.ngrams.numel()
+    needed = 4 * table + bytes_each * (tg.num_parameters(run.config) - table)
+    machine, process = [0], [resource.RLIM_INFINITY]
+    monkeypatch.setattr(tg.os, "sysconf", lambda name: machine[0] if name == "SC_PHYS_PAGES" else 1)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (process[0], process[0]))
+    for machine[0], process[0], fits in ((1.01, None, True), (0.98, None, False), (9, 1.01, True), (9, 0.98, False),
+                                         (0.98, 9, False)):
+        machine[0], process[0] = machine[0] * needed, process[0] * needed if process[0] else resource.RLIM_INFINITY
+        with contextlib.nullcontext() if fits else pytest.raises(tg.Refusal, match="parameters need"):
+            tg.check_memory(run.config, tg.World(size - 1, size), run.kernels)
+
+
 BROKEN = ["TRUNC", "ODD", "EXTRA", b"", bytes(500), "FMT32", "LFS", "OOV"]
 
 
@@ -729,7 +792,7 @@ def test_broken_shards_end_the_run_before_it_starts(tg, tmp_path, monkeypatch, c
     assert "val_loss" not in answer.logs[0]
 
 
-def test_a_bad_token_in_a_later_shard_ends_the_run_when_it_is_reached(files, tmp_path):
+def test_a_bad_token_in_a_later_shard_ends_the_run_when_it_is_reached(tg, files, tmp_path):
     tokens = learnable_tokens(3000, 5)
     (tmp_path / "train_0.bin").write_bytes(raw_shard(tokens))
     tokens[1234] = 300
@@ -737,6 +800,19 @@ def test_a_bad_token_in_a_later_shard_ends_the_run_when_it_is_reached(files, tmp
     options = small_options(**{**files, "train_files": f"{tmp_path}/train_*.bin"}, num_steps=8)
     answer = call_main(options, tmp_path / "logs")
     assert answer.code == 2 and "train_1.bin: token 300 at position 1234" in answer.err
+    config = tg.parse_config(options)[0]                 # the first step whose rows reach beyond the first shard
+    step = next(step for step in range(1, 9) if tokens_of(config, step) > 3000)
+    assert f"rank 0, step {step}: " in answer.err
+
+
+def test_a_bad_token_in_any_validation_shard_is_refused_at_the_start(tg, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(tg, "GPT", None)
+    for k in range(2):
+        tokens = learnable_tokens(1000, 5)
+        tokens[900] = 300 if k else 1
+        (tmp_path / f"val_{k}.bin").write_bytes(raw_shard(tokens))
+    answer = call_main(small_options(**{**files, "val_files": f"{tmp_path}/val_*.bin"}, val_tokens=100), tmp_path / "l")
+    assert answer.code == 2 and "val_1.bin: token 300 at position 900" in answer.err
 
 
 @pytest.mark.parametrize("which", ["train", "val"])
@@ -757,7 +833,7 @@ def test_too_few_validation_tokens_are_refused_with_the_possible_number(files, t
 def test_training_on_the_validation_tokens_is_refused(tg, files, tmp_path):
     copy = tmp_path / "copy.bin"
     copy.write_bytes(Path(files["val_files"].replace("*", "0")).read_bytes())
-    for train in (files["val_files"], str(copy)):
+    for train in (files["val_files"], str(copy), f"{files['train_files']},{copy}", f"{copy},{files['train_files']}"):
         answer = call_main(small_options(**{**files, "train_files": train}), tmp_path / "logs")
         assert answer.code == 2 and "overlap" in answer.err
 
@@ -769,14 +845,20 @@ def test_the_dataset_card_sets_the_vocabulary_and_contradictions_are_refused(tg,
     run = tg.build(replaced(config, val_tokens=0), tg.World(), overrides)
     assert (run.config.vocab_size, run.config.eod_id, run.config.padded_vocab) == (200, 60, 256)
     assert run.model.embed.shape[0] == 256 and run.config.val_tokens == 1000
+    assert tg.facts(run, overrides, [])["data"]["tokenizer"] == "own"          # which sample.py and others then take
     with pytest.raises(tg.Refusal, match="--vocab_size=61: the dataset.json beside the shards says 200"):
         tg.build(config, tg.World(), dict(vocab_size=61))
     other = tmp_path / "other"
     other.mkdir()
     files |= dict(val_files=write_small_shards(other)["val_files"])
-    (other / "dataset.json").write_text(json.dumps(dict(tokenizer="own", vocab_size=201, eod_id=60)))
-    with pytest.raises(tg.Refusal, match="made differently"):
-        tg.build(replaced(config, **files), tg.World(), overrides)
+    with pytest.raises(tg.Refusal, match="--eod_id=61: the dataset.json beside the shards says 60"):
+        tg.build(config, tg.World(), dict(eod_id=61))
+    tg.build(replaced(config, val_tokens=0), tg.World(), dict(eod_id=60, vocab_size=200))
+    for card in (dict(tokenizer="own", vocab_size=201, eod_id=60), dict(tokenizer="own", vocab_size=200, eod_id=61),
+                 dict(tokenizer="other", vocab_size=200, eod_id=60)):
+        (other / "dataset.json").write_text(json.dumps(card))
+        with pytest.raises(tg.Refusal, match="made differently"):
+            tg.build(replaced(config, **files), tg.World(), overrides)
 
 
 # ---- the demo --------------------------------------------------------------------------------------------------------

@@ -342,6 +342,25 @@ def test_self_check_allows_a_twentieth_of_validation_to_be_known(tg, tmp_path, k
         tg.self_check(run, log)
 
 
+def test_self_check_looks_into_every_validation_file(tg, tmp_path):
+    argv, rng = byte_run(tmp_path), np.random.default_rng(4)
+    documents = [np.concatenate(([256], rng.integers(97, 123, 70))) for _ in range(30)]
+    for name, part in (("val_1", documents[:10]), ("val_2", documents[10:20]), ("train_1", documents[10:])):
+        (tmp_path / f"{name}.bin").write_bytes(raw_shard(np.concatenate(part)))
+    run, log = built(tg, argv)
+    with pytest.raises(tg.Failure, match="10 of 20 validation documents begin like one of"):
+        tg.self_check(run, log)
+
+
+@pytest.mark.parametrize("moved, faults", [
+    ((0, 0, 1), 0), ((5e-9, -5e-9, 5e-8), 0), ((2e-8, 0, 1), 1), ((0, -2e-8, 1), 1), ((0, 0, 5e-9), 1), ((1, 1, 0), 3)])
+def test_the_probe_sees_a_loss_move_by_two_parts_in_a_hundred_million(tg, tmp_path, monkeypatch, moved, faults):
+    run, _ = built(tg, byte_run(tmp_path))
+    losses = iter([loss for share in moved for loss in (1000.0, 1000.0 * (1 + share))])
+    monkeypatch.setattr(run.model, "forward", lambda *args: torch.tensor(next(losses), dtype=torch.float64))
+    assert len(tg.probe(run)) == faults
+
+
 def check_unequal_ranks(rank, size, argv):
     tg = load_train_gpt()
     config, overrides = tg.parse_config(argv)
@@ -390,8 +409,10 @@ def test_the_header_names_versions_stages_and_commit(tg, tmp_path, monkeypatch):
     assert header["git"] == dict(commit="0123abc", dirty=True) and "--no-optional-locks" in asked[0]
     assert [stage["window"] for stage in header["stages"]] == list(dict.fromkeys(
         tg.stage_at(run.config, step).window for step in range(6)))
+    multiplied = ("embed", "copy_qk", "qk", "value_out", "mlp_up", "mlp_down")
+    assert header["parameters"]["matmul"] == sum(header["parameters"][name] for name in multiplied)
     run.world, asked[:] = tg.World(1, 2), []
-    tg.facts(run, {}, [])
+    assert len(tg.facts(run, {}, [])["devices"]) == 2
     assert not asked                                       # one rank is enough
     run.world = tg.World()
     monkeypatch.setattr(tg, "run_quietly", lambda *command: "")
@@ -418,17 +439,18 @@ def test_git_tells_a_clean_folder_from_a_changed_one_without_writing(tg, tmp_pat
     assert tg.git_state(str(tmp_path)) == dict(commit=clean["commit"], dirty=True)
 
 
-def test_a_resumed_run_keeps_its_stages(tg, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_resumed_run_keeps_its_stages(tg, tmp_path, monkeypatch, stage):
     argv = byte_run(tmp_path, "--checkpoint_every_steps=3", "--self_check=off")
     run_here(0, 1, argv)
     facts = tg.facts
 
     def of_another_table(*args):
         header = facts(*args)
-        header["stages"][0]["window"] += 1
+        header["stages"][stage - 1]["window"] += 1
         return header
     monkeypatch.setattr(tg, "facts", of_another_table)
-    with pytest.raises(tg.Refusal, match="stage 1 differs: .*window.* in the checkpoint"):
+    with pytest.raises(tg.Refusal, match=f"stage {stage} differs: .*window.* in the checkpoint"):
         run_here(0, 1, [*argv, f"--resume={checkpoints_in(tmp_path)[0]}"])
 
 

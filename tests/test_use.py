@@ -1,4 +1,5 @@
 """Using a trained model: sample.py, evaluate.py, export.py, load_example.py on a checkpoint of a small run."""
+import contextlib
 import dataclasses
 import json
 import math
@@ -142,6 +143,13 @@ def test_256_tokens_of_the_demo_model_take_seconds(tg):
     assert time.process_time() - began < 15
 
 
+def test_what_sample_does_without_options(loaded, trained, call, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sample, "generate", lambda loaded, *args: asked.append(args) or iter(()))
+    assert call(sample, trained[0])[0] == call(sample, trained[0], "ab")[0] == 0
+    assert asked == [([256], 256, 0, 0.8, 50), ([256, 97, 98], 256, 0, 0.8, 50)]         # as its help says
+
+
 def test_sample_from_the_command_line(trained, call):
     status, said, errors = call_process("sample.py", trained[0], "hello", "--tokens=20", "--seed=3")
     assert status == 0 and said.startswith("hello") and not errors, errors
@@ -236,8 +244,14 @@ def test_a_loss_without_overlap_is_that_of_rows_cut_apart(tg, loaded):
     assert abs(found["loss"] - evaluate.loss_on(loaded, loaded.config.val_files, 160, 32, 16)["loss"]) > 1e-4
     assert evaluate.loss_on(loaded, loaded.config.val_files, 160)["loss"] == pytest.approx(
         evaluate.loss_on(loaded, loaded.config.val_files, 160, 64, 16)["loss"], abs=0)
-    without = evaluate.loss_on(loaded, loaded.config.val_files, 160, leave_out=256)
-    assert without["targets"] == 160 - int((tokens[1:] == 256).sum())
+    common = int(tokens[1:].mode().values)                   # a letter, left out of the targets and not of the inputs
+    for left_out in (256, common):
+        without = evaluate.loss_on(loaded, loaded.config.val_files, 160, 32, 0, leave_out=left_out)
+        kept = [float(loaded.model(tokens[None, first:first + 32].contiguous(), targets, loaded.view))
+                for first in range(0, 160, 32) for targets in [tokens[None, first + 1:first + 33].masked_fill(
+                    tokens[None, first + 1:first + 33] == left_out, -1)]]
+        assert without["targets"] == 160 - int((tokens[1:] == left_out).sum())
+        assert without["loss"] == pytest.approx(sum(kept) / without["targets"], rel=1e-5)
 
 
 def test_shards_of_another_tokenizer_are_refused(tg, loaded, tmp_path):
@@ -338,7 +352,7 @@ def test_bad_items_are_refused_by_line(tg, tmp_path, text):
         evaluate.read_items(path)
 
 
-def test_evaluate_from_the_command_line(trained, tmp_path, call):
+def test_evaluate_from_the_command_line(loaded, trained, tmp_path, call):
     path = tmp_path / "items.jsonl"
     path.write_text("\n".join(map(json.dumps, ITEMS)))
     status, said, errors = call(evaluate, trained[0], f"--choices={path}", f"--files={ROOT}/no/such/*.bin")
@@ -351,8 +365,11 @@ def test_evaluate_from_the_command_line(trained, tmp_path, call):
                          ("--slices=a=x,a=y", "'a' is empty or comes twice"), ("--slices==y", "'' is empty")):
         status, said, errors = call(evaluate, trained[0], wrong)
         assert status == 2 and words in errors and len(errors.splitlines()) == 1 and not said, errors
-    status, said, errors = call(evaluate, trained[0], "--row_tokens=32", "--overlap=0")
-    assert status == 0 and "nats per token over" in said and "bits per byte" in said, errors
+    for row_tokens, overlap in ((32, 0), (32, 16), (64, 48)):
+        status, said, errors = call(evaluate, trained[0], f"--row_tokens={row_tokens}", f"--overlap={overlap}")
+        found = evaluate.loss_on(loaded, loaded.config.val_files, 0, row_tokens, overlap)
+        assert status == 0 and not errors and said == (
+            f"{found['loss']:.4f} nats per token over 699 targets, {found['bits_per_byte']:.4f} bits per byte\n")
 
 
 def test_files_are_scored_whole_and_the_runs_own_as_far_as_the_run_did(tg, tmp_path, call):
@@ -398,7 +415,7 @@ def test_slices_tell_what_table_and_pointer_are_worth(tg, loaded, monkeypatch):
     assert found["files"] == [dict(file="val_1.bin", fingerprint=tg.fingerprint(tg.find_shards(files, "val")[0]))]
 
 
-def test_slices_from_the_command_line(tg, loaded, trained, tmp_path, call):
+def test_slices_from_the_command_line(tg, loaded, trained, tmp_path, call, monkeypatch):
     val = put_shard(tmp_path / "b.bin", [256, *b"one two three " * 20])
     own = loaded.config.val_files
     status, said, errors = call(evaluate, trained[0], f"--slices=own={own},new={val},{val}")
@@ -414,8 +431,15 @@ def test_slices_from_the_command_line(tg, loaded, trained, tmp_path, call):
     assert found["parameters"]["ngrams"] > 0 and found["step"] == 100 and found["overlap"] == 16
     status, said, errors = call(evaluate, trained[0], f"--slices=own={own},new={val}", "--tokens=50")
     assert status == 0 and [row["targets"] for row in json.loads(said.splitlines()[-1])["slices"].values()] == [50, 50]
+    status, said, errors = call(evaluate, trained[0], f"--slices=own={own}", "--row_tokens=32", "--overlap=0")
+    found = json.loads(said.splitlines()[-1])
+    assert (found["row_tokens"], found["overlap"], status) == (32, 0, 0)
+    assert found["slices"]["own"]["loss"]["all on"] == pytest.approx(
+        evaluate.loss_on(loaded, own, 0, 32, 0)["loss"], rel=1e-6)
+    scored = []
+    monkeypatch.setattr(evaluate, "loss_on", lambda *args: scored.append(args))
     status, said, errors = call(evaluate, trained[0], f"--slices=own={own},none={tmp_path}/none*.bin")
-    assert status == 2 and not said and "none*.bin" in errors
+    assert status == 2 and not said and "none*.bin" in errors and not scored       # refused before anything is scored
 
 
 def test_a_mixture_that_does_not_sum_to_one_has_no_loss(tg, loaded, trained, monkeypatch, call):
@@ -426,7 +450,23 @@ def test_a_mixture_that_does_not_sum_to_one_has_no_loss(tg, loaded, trained, mon
         monkeypatch.setattr(pointer, "mix", lambda *args, extra=extra: mix(*args) + extra)
         with pytest.raises(tg.Failure, match=words):
             evaluate.check_mixture(loaded, files)
+
+    def off_at_one_place(*args):
+        log_p = mix(*args).clone()
+        log_p[0, 20] += 0.002
+        return log_p
+    monkeypatch.setattr(pointer, "mix", off_at_one_place)
+    with pytest.raises(tg.Failure, match="sum to 1 only within 0.002"):
+        evaluate.check_mixture(loaded, files)
     monkeypatch.setattr(pointer, "mix", mix)
+    row = torch.empty(65, dtype=torch.int32)                 # 64 predictions: a loss that is wrong by 2%, or by 0.5%
+    tg.TokenStream(tg.find_shards(files, "val"), 257).read(0, 65, row)
+    loss = float(loaded.model(row[None, :-1].contiguous(), row[None, 1:].contiguous(), loaded.view)) / 64
+    for share, is_refused in ((0.02, True), (0.005, False), (-0.02, True)):
+        monkeypatch.setattr(pointer, "forward", lambda *args, share=share: tuple(
+            part + share * loss for part in forward(*args)))
+        with pytest.raises(tg.Failure, match="loss of the first 64") if is_refused else contextlib.nullcontext():
+            evaluate.check_mixture(loaded, files)
     monkeypatch.setattr(pointer, "forward", lambda *args: tuple(share + 0.1 for share in forward(*args)))
     with pytest.raises(tg.Failure, match="the loss of the first 64 tokens is"):      # copies in favour of the target
         evaluate.check_mixture(loaded, files)
@@ -450,13 +490,17 @@ def test_slices_are_compared_with_train_by_documents_and_grams(tg, tmp_path, cal
         "7 documents in the slice: 1 stand in train as they are, 2 are known (13-grams: 29 of 137 in train)"), said
     status, said, errors = call(slices, pair[0], f"--slice={tmp_path}/clean.bin")
     assert status == 0 and said.startswith("5 documents in the slice: 0 stand in train as they are, 0 are known"), said
+    assert tg.TokenStream([f"{tmp_path}/clean.bin"], 50257).document_starts(0, 50256)[0] == 0      # marks come first
+    for share in ("-0.1", "1.1"):
+        status, said, errors = call(slices, *pair, f"--max_share={share}")
+        assert status == 2 and f"--max_share={share}: expected 0 to 1" in errors
     status, said, errors = call(slices, *pair, "--max_share=0.03")
     assert status == 1 and "1 are known" in said             # one gram of 41 is not more than 3%
     status, said, errors = call(slices, *pair, f"--out={tmp_path}/clean.bin")
     assert status == 2 and "not overwritten" in errors and len(errors.splitlines()) == 1
 
 
-def test_slices_read_across_chunks_and_shards(tg, tmp_path, monkeypatch):
+def test_slices_read_across_chunks_and_shards(tg, tmp_path, monkeypatch, call):
     tokens = [256, *(random.Random(1).randrange(256) for _ in range(500))]
     for k in range(3):
         put_shard(tmp_path / f"train_{k}.bin", tokens[k * 167:(k + 1) * 167])
@@ -467,6 +511,13 @@ def test_slices_read_across_chunks_and_shards(tg, tmp_path, monkeypatch):
     found = slices.find_overlap(train, held_out, 256, 52)
     assert (found.grams, found.shared_grams, found.known) == (250, 249, [0])
     (tmp_path / "dataset.json").write_text('{"tokenizer": "bytes", "vocab_size": 257, "eod_id": 256}')
+    monkeypatch.undo()
+    status, said, errors = call(slices, f"--train={tmp_path}/train*.bin", f"--slice={tmp_path}/val.bin")
+    assert status == 1 and "(52-grams: 249 of 250 in train)" in said
+    put_shard(tmp_path / "twice.bin", [7, 8, 256, 9, 9, 256, 9, 9, 256, 1])
+    put_shard(tmp_path / "once.bin", [7, 8, 256, 9, 9])      # text before the first mark, and one document two times
+    status, said, errors = call(slices, f"--train={tmp_path}/once.bin", f"--slice={tmp_path}/twice.bin")
+    assert status == 1 and said.startswith("4 documents in the slice: 3 stand in train as they are, 3 are known"), said
     put_shard(tmp_path / "gpt2" / "train.bin", [50256, 1, 2, 3])
     with pytest.raises(tg.Refusal, match="tokenizers differ"):
         slices.open_both(f"{tmp_path}/gpt2/train.bin", f"{tmp_path}/val.bin")
@@ -528,6 +579,8 @@ def test_export_and_the_loading_example(loaded, trained, tmp_path):
     tensors = export.export(trained[0], out)
     model, metadata = load_example.load(out)
     assert metadata["tokenizer"] == "bytes" and metadata["step"] == "100"
+    assert (metadata["run_id"], metadata["source_sha256"]) == tuple(
+        loaded.facts["run"][key] for key in ("run_id", "source_sha256"))
     for name, p in loaded.model.named_parameters():
         assert (dict(model.named_parameters())[name] == p).all() and tensors[name].shape == p.shape
     text = [256, *b"hello"]
@@ -559,11 +612,12 @@ def test_the_example_uses_the_models_own_tokenizer(loaded, trained, tmp_path, mo
     from records import load_example
     run = loaded.facts["run"]
     for told, kept in (("bytes", "bytes"), (None, "bytes"), ("our-bpe", "our-bpe")):
-        named = loaded._replace(facts=loaded.facts | {"run": run | {"data": run["data"] | {"tokenizer": told}}})
+        changes = {"step": 7, "run": run | {"data": run["data"] | {"tokenizer": told}}}     # of a run that was stopped
+        named = loaded._replace(facts=loaded.facts | changes)
         monkeypatch.setattr(checkpoints, "load_model", lambda *args, named=named, **more: named)
         export.export(trained[0], tmp_path / "model.safetensors")
         with safe_open(tmp_path / "model.safetensors", "pt") as file:
-            assert (file.metadata()["tokenizer"], file.metadata()["format"]) == (kept, "pt")
+            assert [file.metadata()[key] for key in ("tokenizer", "format", "step")] == [kept, "pt", "7"]
     status, said, errors = call(load_example, tmp_path / "model.safetensors", "hello")
     assert status == 2 and "tokenizer 'our-bpe'" in errors and not said and len(errors.splitlines()) == 1, errors
 
@@ -576,12 +630,17 @@ def test_only_the_trainer_opens_checkpoints():
 
 def test_export_from_the_command_line(trained, tmp_path, call):
     pytest.importorskip("safetensors")
+    status, said, errors = call(export, trained[0], tmp_path / "whole.safetensors")
+    assert (tmp_path / "whole.safetensors").stat().st_size > 4 * int(said.split()[-2].replace(",", ""))     # float32
     status, said, errors = call(export, trained[0], tmp_path / "half.safetensors", "--dtype=bfloat16")
     assert status == 0 and "tensors" in said, errors
     status, said, errors = call_process("load_example.py", tmp_path / "half.safetensors", "hello")
     assert status == 0 and len(json.loads(said.replace("(", "[").replace(")", "]"))) == 5, errors
     status, said, errors = call_process("load_example.py", tmp_path / "half.safetensors")
     assert status == 1 and errors.startswith("usage: ") and len(errors.splitlines()) == 1, errors
+    (tmp_path / "folder").mkdir()
+    status, said, errors = call(export, trained[0], tmp_path / "folder")
+    assert status == 2 and "folder: can't be written" in errors and not list(tmp_path.glob("*.tmp"))
     status, said, errors = call(export, trained[0], tmp_path / "no" / "such" / "x.safetensors")
     assert status == 2 and "can't be written" in errors and len(errors.splitlines()) == 1, errors
 

@@ -1,7 +1,9 @@
 """Room 2: who this process is, from the launcher's variables; one process needs none of them."""
 import os
+import re
 import socket
 import stat
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,21 +56,39 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(tg, monkeypatch):
         tg.init_world()
 
 
+def test_a_rank_takes_the_gpu_of_its_number_on_this_host_and_a_stream_of_its_own(tg, monkeypatch):
+    without_launcher(monkeypatch)
+    for name, value in dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1").items():
+        monkeypatch.setenv(name, value)
+    taken, gpu = {}, torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "its own")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.update(device=device))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: taken.update(stream=stream))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
+    assert tg.init_world() == tg.World(3, 4, gpu, 1) and tg.World(3, 4, gpu, 1).is_cuda
+    assert taken == dict(device=gpu, stream="its own") and torch.backends.cuda.matmul.allow_tf32
+
+
 def test_the_allocator_setting_of_the_user_wins(tg, monkeypatch):
     without_launcher(monkeypatch)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     tg.init_world()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    tg.init_world()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_a_compiler_is_found_on_the_path_or_named_by_cc(tg, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert tg.find_compiler() is None
-    for name in ("gcc", "my-compiler"):
+    for name in ("gcc", "cc", "my-compiler"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o700 | stat.S_IXUSR)
-    assert tg.find_compiler() == str(tmp_path / "gcc")
+        assert tg.find_compiler() == str(tmp_path / name.replace("my-compiler", "cc"))
     monkeypatch.setenv("CC", "my-compiler")
     assert tg.find_compiler() == str(tmp_path / "my-compiler")
 
@@ -84,6 +104,10 @@ def test_launcher_variables_that_make_no_sense_are_refused(tg, monkeypatch):
             tg.init_world()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    with pytest.raises(tg.Refusal, match="expected whole numbers.*found 0 of 2, one on its host"):
+        tg.init_world()
+    monkeypatch.delenv("LOCAL_RANK")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     world = tg.init_world()
@@ -122,8 +146,9 @@ def wait_for_the_others(rank, size):
 
 def test_a_rank_says_for_whom_it_waits_and_where(run_ranks):
     first, late = run_ranks(2, wait_for_the_others)
-    assert first.count("\n") == 1 and "rank 0 of 2" in first and "127.0.0.1:" in first and "for rank 1;" in first
-    assert late == ""
+    assert first.count("\n") == 1 and "rank 0 of 2" in first and "for rank 1;" in first
+    assert re.search(r"waits at 127\.0\.0\.1:\d+ for", first), first
+    assert late == "" and 5 <= load_train_gpt().WAIT_S <= 15
 
 
 def test_tasks_of_slurm_without_a_launcher_are_refused_and_a_lone_one_is_not(tg, monkeypatch):
