@@ -251,6 +251,21 @@ def test_only_documents_with_so_many_tokens_after_their_mark_are_hashed(tg, tmp_
     assert len(first) == 1 and len(second) == 2 and second[0] == first[0] != second[1]
 
 
+def test_a_hash_is_of_the_64_tokens_after_the_mark_and_of_no_other(tg, tmp_path):
+    """A copy stays one under another mark and with another end; another token, be it the last of them, makes none."""
+    text = np.arange(64)
+    stream = write_stream(tmp_path, [EOD, *text, 1, EOD, *text, 2, EOD, *text[:63], 7], [EOD - 1, *text])
+    first, same, other = stream.document_hashes(0, EOD).tolist()
+    [under_another_mark] = stream.document_hashes(1, EOD - 1).tolist()
+    assert first == same == under_another_mark != other
+
+
+def test_two_tokens_are_an_input_and_its_target_and_one_is_refused(tg, tmp_path):
+    assert write_stream(tmp_path, [1], [2]).num_tokens == 2
+    text = refusal(tg, lambda: write_stream(tmp_path, [EOD]))
+    assert "train_000.bin" in text and "holds 1 token; expected 2" in text
+
+
 # ---- documents and rows ----------------------------------------------------------------------------------------------
 
 
@@ -447,6 +462,20 @@ def test_errors_of_the_loading_thread_surface_in_the_loop(tg, tmp_path):
     loader = tg.batches(tg.Planner(stream, EOD), [(1, 0)] * 20, 25, 0, 1)
     text = refusal(tg, lambda: list(loader))
     assert "train_001.bin: token 65000 at position 70" in text
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_the_loader_is_so_many_steps_ahead_and_no_more(tg, stream, ahead):
+    taken = []
+    def plan():
+        for step in PLAN * 3:
+            taken.append(step)
+            yield step
+    loader = tg.batches(tg.Planner(stream, EOD), plan(), 16, 0, 1, ahead=ahead)
+    for done, (num_rows, _) in enumerate(PLAN * 3, 1):
+        assert len(next(loader).inputs) == num_rows
+        assert len(taken) == min(12, done + ahead)
+    assert list(loader) == []
 
 
 def test_a_loader_that_is_dropped_early_leaves_no_thread(tg, stream):
