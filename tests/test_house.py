@@ -209,7 +209,9 @@ def test_NPROC_overrides_the_count_on_a_cpu_too(house):
     assert house.run(NPROC="1").stdout.startswith("train_gpt.py []")
     on_cpu = house.run("--preset=tiny", NPROC="2", FAKE_GPUS="0").stdout
     assert "'--nproc_per_node=2'" in on_cpu and on_cpu.endswith("OMP=1\n")
-    assert "NPROC=two" in complaint(house.run(NPROC="two"))
+    assert house.run("--preset=tiny", NPROC="2", OMP_NUM_THREADS="3").stdout.endswith("OMP=3\n")
+    for wrong in ("two", "0"):
+        assert f"NPROC={wrong}" in complaint(house.run(NPROC=wrong))
 
 
 FETCH_STUB = ("import os, sys\nos.mkdir('data/fineweb10B')\n"
@@ -366,9 +368,11 @@ def test_a_read_only_checkout_says_how_to_run_elsewhere(house):     # L12
         if not shutil.which("setpriv"):
             pytest.skip("root may write everywhere, and there is no setpriv")
         user = [shutil.which("setpriv"), "--bounding-set=-dac_override"]
-    result = subprocess.run([*user, house.root / "run.sh"], env=house.environment, text=True, capture_output=True,
-                            timeout=60)
+    result, with_logs_elsewhere = (
+        subprocess.run([*user, house.root / "run.sh", *options], env=house.environment, text=True, capture_output=True,
+                       timeout=60) for options in ([], ["--preset=tiny", "--log_dir=/elsewhere"]))
     house.root.chmod(0o755)
+    assert with_logs_elsewhere.stdout.startswith("train_gpt.py ['--preset=tiny', '--log_dir=/elsewhere']")
     message = complaint(result)
     assert "is read-only" in message and f"cp -r '{house.root}' ~/train_gpt && ~/train_gpt/run.sh" in message
     assert result.stdout == ""
@@ -392,7 +396,7 @@ def test_a_failing_text_script_ends_the_run(house):
 SIGNAL_STUB = ("import signal, sys, time\n"
                "def end(number, frame):\n    time.sleep(1)\n    sys.exit(100 + number)\n"
                "if __name__ == '__main__':\n"
-               "    for number in (1, 2, 10, 15):\n        signal.signal(number, end)\n"
+               "    for number in (1, 2, 10, 12, 15):\n        signal.signal(number, end)\n"
                "    print('training', flush=True)\n    time.sleep(30)\n")
 
 
@@ -401,7 +405,7 @@ def default_sigint():
 
 
 @pytest.mark.parametrize("name, to_all", [("SIGINT", True), ("SIGTERM", False), ("SIGTERM", True), ("SIGHUP", True),
-                                          ("SIGUSR1", False)])
+                                          ("SIGUSR1", False), ("SIGUSR2", False)])
 def test_signals_reach_the_trainer_which_ends_in_its_own_time(house, name, to_all):
     """From a terminal (to the whole group) or to run.sh alone, as a batch system does."""
     house.torch()
@@ -429,10 +433,12 @@ def test_a_script_is_found_from_where_the_user_stands_or_in_the_house(house, tmp
 # ---- which Python ----------------------------------------------------------------------------------------------------
 
 
-def test_an_old_python_is_one_line(house):
-    house.python("python3", version=(3, 9, 2, "final", 0))
+@pytest.mark.parametrize("minor", [9, 10])
+def test_an_old_python_is_one_line(house, minor):
+    house.torch()
+    house.python("python3", version=(3, minor, 2, "final", 0))
     message = complaint(house.run())
-    assert "Python 3.11 or newer is needed (found 3.9)" in message
+    assert f"Python 3.11 or newer is needed (found 3.{minor})" in message
     assert not (house.root / ".venv").exists()
 
 
