@@ -256,6 +256,7 @@ def test_train_lines_come_one_step_late_every_ten_steps(tg, tmp_path):
         watch.push(step, 64, 1.0, torch.tensor([3.0 + step, 0.1, 0.0]))
         lines = log.path.read_text().splitlines()
         assert sum(line.startswith("step:") for line in lines) == (step >= 1) + step // 10
+        assert len(clock.step_ms) == step        # the newest step's time is left alone: a GPU would be waited for
     log.close()
     lines = [line for line in log.path.read_text().splitlines() if line.startswith("step:")]
     assert [line.split()[:2] for line in lines] == [
@@ -370,7 +371,7 @@ def test_the_state_of_a_git_folder_is_read_without_writing_or_unknown(tg, tmp_pa
     assert (tmp_path / ".git" / "index").read_bytes() == before
 
 
-@pytest.mark.parametrize("smi", ["", "GPU 0: NVIDIA H100"])
+@pytest.mark.parametrize("smi", ["", "GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100"])
 def test_nvidia_smi_is_in_the_header_where_there_is_one(tg, tmp_path, monkeypatch, smi):
     """A torch built for CUDA on a machine without a GPU must leave no empty line."""
     monkeypatch.setattr(tg, "run_quietly", lambda *command: smi if command == ("nvidia-smi",) else "")
@@ -378,7 +379,7 @@ def test_nvidia_smi_is_in_the_header_where_there_is_one(tg, tmp_path, monkeypatc
     log.header("source\n", dict(versions=dict(cuda="13.0")))
     log.close()
     lines = log.path.read_text().splitlines()
-    assert lines[:2] == ["source", tg.FENCE] and lines[3:] == [smi] * bool(smi) + [tg.FENCE]
+    assert lines[:2] == ["source", tg.FENCE] and lines[3:] == [*smi.splitlines(), tg.FENCE]
 
 
 def test_the_logs_header_is_one_line_of_json(tg, real_log):
