@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -166,7 +167,6 @@ log.close()
 
 def console_case(kind, folder):
     """-> (exit code, text of the log) of a process whose console is gone, or goes after a few bytes."""
-    import os
     import resource
     import subprocess
     out, limit = None, None
@@ -335,9 +335,20 @@ def test_the_age_of_this_process_grows_in_seconds(tg):
     assert 0 < first < 86_400 and 0.03 < tg.process_age_s() - first < 5
 
 
+def test_the_age_is_that_of_the_process_and_not_of_its_parent_or_the_machine(tg):
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(int(tg.process_age_s() > 5))
+        finally:
+            os._exit(2)                 # no test goes on in the child
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_command_that_fails_or_is_missing_gives_an_empty_text(tg):
     assert tg.run_quietly("this-command-does-not-exist") == ""
-    assert tg.run_quietly(sys.executable, "-c", "import sys; print(1); sys.exit(3)") == ""
+    for code in (1, 3):
+        assert tg.run_quietly(sys.executable, "-c", f"import sys; print(1); sys.exit({code})") == ""
     assert tg.run_quietly(sys.executable, "-c", "print(' 1 ')") == "1"
 
 
