@@ -310,7 +310,8 @@ def test_weights_are_read_when_they_are_used(tg, straight):
 
 
 @pytest.mark.parametrize("change, named", [
-    (lambda facts: facts.pop("position"), "lacks position"), (lambda facts: facts.clear(), "lacks step, tokens"),
+    (lambda facts: facts.pop("position"), "lacks position"), (lambda facts: facts.pop("files"), "lacks files"),
+    (lambda facts: facts.clear(), "lacks step, tokens, position, total_ms, step_ms, run, files"),
     (lambda facts: facts["files"].clear(), "weights.pt: can't be read")])
 def test_facts_that_lack_something_are_refused_by_name(tg, straight, tmp_path, change, named):
     shutil.copytree(checkpoints_in(straight[0])[0], tmp_path / "step_1")

@@ -32,6 +32,14 @@ def refused(tg, capfd, *argv):
     return err
 
 
+def test_what_goes_wrong_with_a_file_is_a_refusal_that_names_it_its_reason_and_what_to_do(tg):
+    """Of a long reason the first sentence, and no more than 200 characters."""
+    for reason, said in (("no room. Some advice", "no room"), ("no room\nmore", "no room"), ("x" * 300, "x" * 200)):
+        with pytest.raises(tg.Refusal) as caught, tg.reading(Path("a.bin"), "make it again"):
+            raise OSError(reason)
+        assert str(caught.value) == f"a.bin: can't be read ({said}); make it again"
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--preset=tiny", "--help"]])
 def test_help_lists_every_key_and_starts_nothing(tg, capfd, monkeypatch, argv):
     for name in ("init_world", "RunLog", "train"):
