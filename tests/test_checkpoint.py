@@ -374,6 +374,29 @@ def test_a_store_knows_whether_its_latest_attempt_failed(tg, tmp_path):
     log.close()
 
 
+def test_a_store_writes_beside_training_and_one_checkpoint_after_the_other(tg, tmp_path, monkeypatch):
+    import threading
+
+    import torch
+    log, save, may_write = tg.RunLog(str(tmp_path / "logs"), tg.World()), torch.save, threading.Event()
+    store = tg.Store(tmp_path / "run", log)
+    whole = [tmp_path / "run" / f"step_{step:06d}" for step in (1, 2, 3)]
+    (tmp_path / "run" / "writing_step_000001").mkdir(parents=True)        # left by a failure that could not clean up
+    monkeypatch.setattr(torch, "save", lambda *args: may_write.wait(20) and save(*args))
+    store.save(1, {"a": torch.zeros(2)}, {})
+    assert not whole[0].exists() and store.last is None                   # it goes on while the disk is slow
+    threading.Timer(0.2, may_write.set).start()
+    store.save(2, {"a": torch.ones(2)}, {})
+    assert whole[0].exists()                                              # and waits before it writes the next
+    store.close()
+    may_write.clear()
+    store.save(3, {"a": torch.ones(2)}, {})
+    threading.Timer(0.2, may_write.set).start()
+    store.close()
+    assert [path.exists() for path in whole] == [False, True, True] and store.last == whole[2] and not store.failed
+    log.close()
+
+
 def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path):
     """A limit on the size of files stands for a full disk: writing beyond it fails in the same place."""
     import resource
