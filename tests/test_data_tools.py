@@ -225,6 +225,7 @@ GOOD = {"format": 1, "tokenizer": "bytes", "vocab_size": 257, "eod_id": 256,
     ({"train": {**GOOD["train"], "tokens": 6}}, "train.tokens is 6, but its shards hold 5"),
     ({"val": {**GOOD["val"], "tokens": 1, "shards": [{"file": "a/x.bin", "tokens": 1, "sha256": "0" * 64}]}}, "folder"),
     ({"val": {**GOOD["val"], "tokens": 1, "shards": [{"file": "x.bin", "tokens": 1, "sha256": "12"}]}}, "64 hex"),
+    ({"val": {**GOOD["val"], "tokens": 1, "shards": [{"file": "x.bin", "tokens": 1, "sha256": "0" * 65}]}}, "64 hex"),
 ])
 def test_dataset_json_is_checked(tmp_path, change, said):
     shards.write_dataset(tmp_path, GOOD)
