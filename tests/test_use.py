@@ -167,6 +167,13 @@ def test_sample_refuses_in_one_line(trained, call, args, words):
     assert status == 2 and words in errors and len(errors.splitlines()) == 1 and not said, errors
 
 
+def test_ctrl_c_ends_a_tool_without_a_word(call, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sample, "main", interrupted)
+    assert call(sample) == (130, "", "")
+
+
 def test_sample_on_odd_consoles(trained):
     """Output that nobody reads, that can't be written, or that only knows ASCII: no traceback."""
     status, said, errors = call_process("sample.py", trained[0], "\u00e9", "--tokens=1", PYTHONIOENCODING="ascii")
