@@ -152,10 +152,13 @@ def card_text(vocab_size, eod_id):
     (card_text(257.9, 256), "257.9"), (card_text('"257"', 256), "'257'"), (card_text("Infinity", 256), "inf"),
     (card_text(70_000, 256), "70000"), (card_text(65_537, 256), "65537"), (card_text(257, 257), "257"),
     (card_text(257, -1), "-1"), (card_text("true", 0), "True"),
-    ("[" * 100_000, "maximum recursion depth"), (b"\xff" * 5000, "utf-8"), (None, "dataset.json")])
+    ("[" * 100_000, "maximum recursion depth"), (b"\xff" * 5000, "utf-8"),
+    ("folder", "no file"), ("link to nothing", "no file")])
 def test_a_broken_dataset_card_is_refused(tg, tmp_path, card, part):
-    if card is None:
+    if card == "folder":
         (tmp_path / "dataset.json").mkdir()
+    elif card == "link to nothing":
+        (tmp_path / "dataset.json").symlink_to(tmp_path / "blobs" / "gone")
     else:
         (tmp_path / "dataset.json").write_bytes(card if isinstance(card, bytes) else card.encode())
     text = refusal(tg, lambda: tg.dataset_card([str(tmp_path / "x.bin")]))
@@ -462,6 +465,17 @@ def test_errors_of_the_loading_thread_surface_in_the_loop(tg, tmp_path):
     loader = tg.batches(tg.Planner(stream, EOD), [(1, 0)] * 20, 25, 0, 1)
     text = refusal(tg, lambda: list(loader))
     assert "train_001.bin: token 65000 at position 70" in text
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_batches_for_a_gpu_are_made_in_pinned_memory(tg, stream, monkeypatch, pinned):
+    asked, full = [], torch.full
+    def look(*args, pin_memory=False, **more):
+        asked.append(pin_memory)                     # not to be had without a GPU
+        return full(*args, **more)
+    monkeypatch.setattr(torch, "full", look)
+    assert len(list(tg.batches(tg.Planner(stream, EOD), PLAN, 16, 0, 1, pinned))) == len(PLAN)
+    assert asked == [pinned] * 2 * len(PLAN)
 
 
 @pytest.mark.parametrize("ahead", [0, 3])

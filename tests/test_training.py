@@ -1,6 +1,7 @@
 """Room 9: the loop. Gradients and losses don't depend on ranks or memory, state survives warm-up, runs end honestly."""
 import contextlib
 import dataclasses
+import glob
 import gzip
 import io
 import json
@@ -836,6 +837,9 @@ def test_training_on_the_validation_tokens_is_refused(tg, files, tmp_path):
     for train in (files["val_files"], str(copy), f"{files['train_files']},{copy}", f"{copy},{files['train_files']}"):
         answer = call_main(small_options(**{**files, "train_files": train}), tmp_path / "logs")
         assert answer.code == 2 and "overlap" in answer.err
+    first, *_ = sorted(glob.glob(files["train_files"]))                        # one of two
+    answer = call_main(small_options(**{**files, "val_files": f"{files['val_files']},{first}"}), tmp_path / "logs")
+    assert answer.code == 2 and f"overlap (['{first}'])" in answer.err
 
 
 def test_the_dataset_card_sets_the_vocabulary_and_contradictions_are_refused(tg, tmp_path):
@@ -854,6 +858,8 @@ def test_the_dataset_card_sets_the_vocabulary_and_contradictions_are_refused(tg,
     with pytest.raises(tg.Refusal, match="--eod_id=61: the dataset.json beside the shards says 60"):
         tg.build(config, tg.World(), dict(eod_id=61))
     tg.build(replaced(config, val_tokens=0), tg.World(), dict(eod_id=60, vocab_size=200))
+    run = tg.build(replaced(config, **files, val_tokens=0), tg.World(), overrides)          # one card is enough
+    assert (run.config.vocab_size, run.config.eod_id) == (200, 60)
     for card in (dict(tokenizer="own", vocab_size=201, eod_id=60), dict(tokenizer="own", vocab_size=200, eod_id=61),
                  dict(tokenizer="other", vocab_size=200, eod_id=60)):
         (other / "dataset.json").write_text(json.dumps(card))
