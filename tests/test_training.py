@@ -824,6 +824,13 @@ def test_a_shard_of_one_token_is_refused(files, tmp_path, which):
     assert answer.code == 2 and which in answer.err and answer.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("which", ["train", "val"])
+def test_shards_without_a_document_mark_are_refused(files, tmp_path, which):
+    (tmp_path / f"{which}_0.bin").write_bytes(raw_shard([EOD - 1] * 3000))
+    answer = call_main(small_options(**{**files, f"{which}_files": f"{tmp_path}/{which}_*.bin"}), tmp_path / "logs")
+    assert answer.code == 2 and f"no end-of-document id {EOD} in {tmp_path}/{which}_0.bin" in answer.err
+
+
 def test_too_few_validation_tokens_are_refused_with_the_possible_number(files, tmp_path):
     answer = call_main(small_options(**files, val_tokens=1001), tmp_path)
     assert answer.code == 2 and "1,001 tokens, at most 1,000 targets" in answer.err
