@@ -73,11 +73,13 @@ def test_without_shards_the_message_names_pattern_and_download_command(tg, capfd
 @pytest.mark.parametrize("sizes_gib, argv, preset, said", [
     ((80, 80), [], "record", ""), ((80, 23.6), [], "small", "preset small, as a GPU here has less than the"),
     ((23.6,), ["--preset=record"], "record", ""), ((), [], "demo", ""), ((80,), ["--preset=small"], "small", ""),
-    ((60, 80), [], "record", ""), ((59.9, 80), [], "small", "preset small, as a GPU here has less than the")])
+    (("just enough", 80), [], "record", ""),
+    (("too little", 80), [], "small", "preset small, as a GPU here has less than the")])
 def test_without_a_preset_the_memory_of_the_smallest_gpu_decides(tg, capfd, monkeypatch, tmp_path, sizes_gib, argv,
                                                                  preset, said):
     """No GPU is asked for anything else here: the run would then be a CPU's."""
-    taken = []
+    taken, named = [], {"just enough": tg.RECORD_GIB, "too little": tg.RECORD_GIB - 0.1}
+    sizes_gib = [named.get(size, size) for size in sizes_gib]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(sizes_gib))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes_gib))
     monkeypatch.setattr(torch.cuda, "get_device_properties",
