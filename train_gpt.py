@@ -2740,7 +2740,7 @@ def load_checkpoint(run: Run, progress: Progress) -> int:
     return step
 
 
-COMPILER_BYTES_PER_ROW = 24 * 2 ** 30    # measured: training with a row at once, and the helper beside it
+COMPILER_BYTES_PER_TOKEN = 3 * 2 ** 18    # measured: training with so many at once, and the helper beside it
 COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that makes a process such a helper
 
 @contextlib.contextmanager
@@ -2750,7 +2750,7 @@ def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
     while it is still to be found out how many rows fit (micro_rows 0)."""
     c, free = run.config, torch.cuda.mem_get_info()[0]
     is_wanted = run.kernels.compile and run.world.local == 0 and c.deterministic == "off" and c.micro_rows > 0
-    if not is_wanted or free < COMPILER_BYTES_PER_ROW * c.micro_rows:
+    if not is_wanted or free < COMPILER_BYTES_PER_TOKEN * c.micro_rows * c.row_tokens:
         yield
         return
     options = [f"--preset={c.preset}", *(word for word in argv if not word.startswith("--preset="))]
