@@ -1,7 +1,7 @@
 """train_gpt: one file that trains a GPT-2-class language model to a target validation loss, fast.
 
-Claim: none yet for 8xH100 and FineWeb; on one GPU and another corpus, a fifth of the time of the record of
-January 2025 (records/).
+Claim: none yet for 8xH100 and FineWeb. On one H100 and other English prose: loss 3.48 in 55.5 s, where the
+recipe of January 2025's record takes 275 s (n = 6; records/2026-11-28_SprintFourHeads_1xH100).
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py      the record recipe on 8 GPUs
     python train_gpt.py --preset=sprint --train_files='data/x/*.bin' --val_files='data/y/*.bin'
@@ -15,7 +15,8 @@ A room uses only rooms above it: 0 Door, 1 Configuration, 2 World, 3 Kernels, 4 
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
 # Keeps the text of this very file for the log, before slow imports give anyone time to edit it; then imports.
-# Importing has no side effects: no device, thread or environment. An attempt changes only the claim above.
+# Importing has no side effects: no device, thread or environment. An attempt at a record changes nothing here
+# but the claim above.
 
 from pathlib import Path
 
@@ -92,8 +93,9 @@ def reading(file: str | Path, advice: str) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
-# Every number of a run lives here once: the settings with limits and meanings (which --help prints), presets,
-# and how the command line is read and checked. A new setting is one line of Config; defaults are the record.
+# The settings of a run with limits and meanings (which --help prints), presets, and how the command line is
+# read and checked. Defaults are the record. Two kinds of numbers stand in tables where they are used: decays
+# and moments in param_groups (room 5), the parts of a run in STAGES (room 7). A new setting is one line here.
 
 def setting(default, meaning: str, low=0, high: int | str = 2 ** 63 - 1):
     """A field of Config. low, high: limits of its number(s); high may name a key that must be larger."""
@@ -117,7 +119,7 @@ class Config:
     row_tokens: int = setting(16_384, "documents are packed into rows of so many", 8, 2 ** 24)
     micro_rows: int = setting(4, "rows in one forward pass at most; auto = what memory allows")
     # Validation
-    val_tokens: int = setting(10_485_760, "targets scored, the files' first; 0 = all there are")
+    val_tokens: int = setting(10_485_760, "number of targets scored, from the files' start; 0 = all")
     val_overlap: int = setting(2048, "context of a validation row before its first target", high="row_tokens")
     val_window_blocks: int = setting(20, "long window, wider than any in training", 1, 2 ** 24)
     val_every_steps: int = setting(0, "steps between validations; 0 = only at the end")
@@ -129,9 +131,9 @@ class Config:
     head_dim: int = setting(128, "of the values", 8, 2 ** 24)
     qk_dim: int = setting(128, "of queries and keys", 8, 2 ** 24)
     mlp_dim: int = setting(3072, "width of the hidden layer of an MLP", 1, 2 ** 24)
-    long_layers: tuple[int, ...] = setting((3, 10), "see the whole window, others half", high="num_layers")
-    no_attention_layers: tuple[int, ...] = setting((4, 6, 8), "are an MLP only", high="num_layers")
-    value_layers: tuple[int, ...] = setting((1, 2, 9, 10), "have a value embedding each", high="num_layers")
+    long_layers: tuple[int, ...] = setting((3, 10), "see the whole window; others half", high="num_layers")
+    no_attention_layers: tuple[int, ...] = setting((4, 6, 8), "layers of an MLP only", high="num_layers")
+    value_layers: tuple[int, ...] = setting((1, 2, 9, 10), "layers with a value embedding", high="num_layers")
     copy_dim: int = setting(128, "of the copy pointer's queries and keys", 8, 2 ** 24)
     table_rows: int = setting(4_194_301, "hashed rows for each order, a prime; 1 is as good as none", low=1)
     table_orders: tuple[int, ...] = setting((2, 3), "n of the n-grams in the hashed table", 1, 4)
@@ -300,8 +302,8 @@ def check_config(c: Config) -> None:
     need(len(c.table_orders) > 0, "table_orders", "at least one number")
     need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
     cap, _, width = c.softcap
-    fits = 0 < cap <= min(80, 28 * width)        # else exp would leave fp32, or gradients fp8
-    need(fits, "softcap", "cap, shift, width with a cap more than 0, at most 80 and at most 28 widths")
+    fits = 0 < cap <= min(80, 16 * width)        # else exp would leave fp32, or gradients fp8 (see G_SCALE)
+    need(fits, "softcap", "cap, shift, width with a cap more than 0, at most 80 and at most 16 widths")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -465,9 +467,10 @@ class Recorder:
     constants are plain values, inputs tensors. For each combination of constants and shapes the first call
     runs as it is (it compiles), the second is recorded; that one and all later ones copy their inputs into
     the record's own and replay it. Results are the same tensors each time, with new contents: who needs them
-    after the next call clones them. What function reads and writes besides must stay where it is in memory.
-    A record freezes each address and each Python number. So a number that changes from call to call must be
-    an input, a 0-D tensor. Not allowed in it: looks at values (.item(), if), collectives, random numbers."""
+    after the next call clones them. A record freezes each address and each Python number. So all else that
+    function reads and writes (weights, gradients, tables) must stay at its address, and a number that changes
+    from call to call must be an input, a 0-D tensor. Not allowed in function: reading a tensor's value
+    (.item(), if on a tensor), collectives, random numbers."""
     def __init__(self, function: Callable, device: torch.device, is_recording: bool):
         self.function, self.device, self.is_recording = function, device, is_recording
         self.graphs = {}                  # None: called once; then (graph, its inputs, its results)
@@ -523,9 +526,15 @@ def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
 
 def softcap(logits: Tensor, cap_shift_width: tuple[float, float, float]) -> Tensor:
     """Logit softcap, fp32: cap * sigmoid((logits + shift) / width). It lies between 0 and cap and lets right
-    answers stand out (record 54)."""
+    answers stand out (record 54). Who changes it changes softcap_slope too, and check_config's limits."""
     cap, shift, width = cap_shift_width
     return cap * torch.sigmoid((logits.float() + shift) / width)
+
+
+def softcap_slope(z: Tensor, cap_shift_width: tuple[float, float, float]) -> Tensor:
+    """dz / dlogits of z = softcap(logits), at most cap / (4 width)."""
+    cap, _, width = cap_shift_width
+    return z * (1 - z / cap) / width
 
 
 def mixed_cross_entropy(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log_copy: Tensor,
@@ -557,7 +566,9 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
 # fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
 X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
-G_SCALE = 8192.0        # e5m2 holds gradients up to 7; the record's are at most 1.75 cap / (4 width) = 1.34
+# e5m2 holds gradients by logits up to 7. They are at most 1 + the weights of further targets (1.75 in the
+# record) times the softcap's steepest slope, cap / (4 width): 1.34
+G_SCALE = 8192.0
 HIDDEN_SCALE = 1.0      # e4m3 holds an MLP's relu^2 up to 448; larger ones count as 448
 
 class Fp8Linear(torch.autograd.Function):
@@ -584,32 +595,33 @@ def linear(x: Tensor, w: Tensor, fp8: bool, x_scale: float) -> Tensor:
 def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
                    cap_shift_width: tuple[float, float, float], further_weights: Tensor | None):
     """Losses of mixed_cross_entropy [T]; what logits_gradient wants besides the logits [T, V]: logsumexp [T]
-    and shares [K, T]. targets: [K, T], K - 1 further ones. Per position, with p = softmax(softcap(logits)):
-        L = -log(e^log_lm p[target] + e^log_copy)    share = e^log_lm p[target] / (that sum) = -dL/dlog_lm
-    The share of a further target is its weight. Missing targets have none."""
+    and blame [K, T]. targets: [K, T], K - 1 further ones. Per position, with p = softmax(softcap(logits)):
+        L = -log(e^log_lm p[target] + e^log_copy)    blame = e^log_lm p[target] / (that sum) = -dL/dlog_lm
+    blame: the part of the target's probability that came from the softmax, so that answers for the loss. That
+    of a further target is its weight, that of a missing one 0."""
     cap = cap_shift_width[0]
-    logsumexp = (softcap(logits, cap_shift_width) - cap).exp().sum(1).log() + cap    # no maximum is needed
+    # softcap lies in 0 .. cap <= 80, so cap can stand for the maximum that a logsumexp takes out
+    logsumexp = (softcap(logits, cap_shift_width) - cap).exp().sum(1).log() + cap
     target_logits = logits.gather(1, targets.clamp(min=0).long().t()).t()
     log_p, has_target = softcap(target_logits, cap_shift_width) - logsumexp, (targets >= 0).float()
     log_mixture = torch.logaddexp(log_lm + log_p[0], log_copy)
     losses = -log_mixture * has_target[0]
-    shares = (log_lm + log_p[0] - log_mixture).exp()[None]
+    blame = (log_lm + log_p[0] - log_mixture).exp()[None]
     if len(targets) > 1:
         losses = losses - (further_weights[:, None] * log_p[1:] * has_target[1:]).sum(0)
-        shares = torch.cat((shares, further_weights[:, None].expand_as(log_p[1:])))
-    return losses, logsumexp, shares * has_target
+        blame = torch.cat((blame, further_weights[:, None].expand_as(log_p[1:])))
+    return losses, logsumexp, blame * has_target
 
 
-def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, shares: Tensor,
+def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, blame: Tensor,
                     cap_shift_width: tuple[float, float, float]) -> Tensor:
-    """fp32 [T, V]: with z = softcap(logits), the sum of share (softmax(z) - onehot(target)) over the targets
-    [K, T], times dz/dlogits = z (1 - z / cap) / width."""
-    cap, _, width = cap_shift_width
+    """fp32 [T, V]: with z = softcap(logits), the sum of blame (softmax(z) - onehot(target)) over the targets
+    [K, T], times dz/dlogits."""
     z, ids = softcap(logits, cap_shift_width), torch.arange(logits.size(1), device=logits.device)
-    grad = (z - logsumexp[:, None]).exp() * shares.sum(0)[:, None]
-    for target, share in zip(targets, shares):
-        grad = grad - torch.where(ids == target[:, None], share[:, None], 0.0)
-    return grad * z * (1 - z / cap) / width
+    grad = (z - logsumexp[:, None]).exp() * blame.sum(0)[:, None]
+    for target, its_blame in zip(targets, blame):
+        grad = grad - torch.where(ids == target[:, None], its_blame[:, None], 0.0)
+    return grad * softcap_slope(z, cap_shift_width)
 
 
 def head_gradients(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log_copy: Tensor,
@@ -621,9 +633,9 @@ def head_gradients(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log
         logits = fp8_matmul(x8, w8.t(), 1 / (X_SCALE * W_SCALE), fast_sums=True)
     else:
         logits = F.linear(x, w)
-    losses, logsumexp, shares = softmax_losses(logits, targets_KT, log_lm, log_copy, cap_shift_width,
-                                               further_weights)
-    grad = logits_gradient(logits, logsumexp, targets_KT, shares, cap_shift_width)
+    losses, logsumexp, blame = softmax_losses(logits, targets_KT, log_lm, log_copy, cap_shift_width,
+                                              further_weights)
+    grad = logits_gradient(logits, logsumexp, targets_KT, blame, cap_shift_width)
     if fp8:
         g8 = (grad * G_SCALE).to(torch.float8_e5m2)
         dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
@@ -632,7 +644,7 @@ def head_gradients(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log
     else:
         grad = grad.to(x.dtype)
         dx, dw = grad @ w, grad.t() @ x
-    return losses.sum(), dx, dw, -shares[0], shares[0] - (targets_KT[0] >= 0).float()
+    return losses.sum(), dx, dw, -blame[0], blame[0] - (targets_KT[0] >= 0).float()
 
 
 class HeadLoss(torch.autograd.Function):
@@ -653,27 +665,29 @@ class HeadLoss(torch.autograd.Function):
 def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor]:
     """Candidates, the ids of a sampled softmax: all distinct targets, then negatives out of a fixed walk.
     targets: any shape, -1 for none; where more than count are distinct, some are left out.
-    -> ids [count], each once; columns [vocab]: the place of each id in ids, -1 where it is left out.
-    The walk visits (start + j) * 20011 mod vocab, so moving windows reach every id equally often (record 92).
-    It needs no sort and no host synchronisation."""
+    -> ids [count], each once; place_of_id [vocab]: where in ids each id stands (so which of the logits is its
+    own), -1 where it is left out.
+    The walk visits (start + j) * 20011 mod vocab (record 92): a row begins it where another did not, so that
+    each id gets its turns. It needs no sort and no host synchronisation."""
     stride = next(s for s in (20_011, 10_007, 7919, 1) if math.gcd(s, vocab) == 1)
     device = targets.device
     walk = (torch.arange(vocab, device=device) + start % vocab) * stride % vocab        # every id once
     slots = torch.where(targets < 0, vocab, targets).flatten().long()      # slot `vocab` collects targets -1
     is_target = torch.zeros(vocab + 1, dtype=torch.int32, device=device).scatter_(0, slots, 1)[walk]
-    # The rank of each id of the walk: targets first, then the others, both in the walk's order.
-    target_rank = is_target.cumsum(0) - 1
-    other_rank = is_target.sum() + (1 - is_target).cumsum(0) - 1
-    rank = torch.where(is_target > 0, target_rank, other_rank).clamp(max=count)     # slot `count`: the rest
-    ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, rank, walk)[:count]
-    columns = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, rank)
-    return ids, columns.masked_fill(columns == count, -1)
+    # The place of each id of the walk: targets first, then the others, both in the walk's order
+    place_of_target = is_target.cumsum(0) - 1
+    place_of_other = is_target.sum() + (1 - is_target).cumsum(0) - 1
+    place = torch.where(is_target > 0, place_of_target, place_of_other).clamp(max=count)
+    # At place `count` is the rest, which is left out
+    ids = torch.zeros(count + 1, dtype=torch.long, device=device).scatter_(0, place, walk)[:count]
+    place_of_id = torch.empty(vocab, dtype=torch.long, device=device).scatter_(0, walk, place)
+    return ids, place_of_id.masked_fill(place_of_id == count, -1)
 
 
 def sums_by_id(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
-    """Sums of gradients that belong to the same id. ordered [M]: the ids, sorted; place [M]: where in
-    grads [M, C] each one's gradient stands. -> [M, C]: the sum at the first of each id, zeros elsewhere.
-    The order of a sum follows from the ids alone, so that all ranks get the same bits."""
+    """Sums of gradients that belong to the same id, for tables that are looked up by row (RowBank, room 4).
+    ordered [M]: the ids, sorted; place [M]: where in grads [M, C] each one's gradient stands.
+    -> [M, C]: the sum at the first of each id, zeros elsewhere."""
     is_first = F.pad(ordered[1:] != ordered[:-1], (1, 0), value=True)
     first = torch.where(is_first, torch.arange(len(ordered), device=ordered.device), 0).cummax(0).values
     sums = torch.zeros(grads.shape, dtype=torch.float32, device=grads.device)
@@ -685,7 +699,7 @@ if triton is not None:
     def sums_by_id_kernel(ordered, place, grads, out, M, C, grads_stride, ROWS: tl.constexpr,
                         COLUMNS: tl.constexpr):
         """A program looks at one place in ordered, and if an id begins there, sums COLUMNS columns of its
-        gradients, ROWS at a time."""
+        gradients, ROWS at a time. It goes on while all ROWS belonged to the id."""
         position = tl.program_id(0)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         in_row = column < C
@@ -693,7 +707,7 @@ if triton is not None:
         is_first = (position == 0) | (tl.load(ordered + position - 1, position > 0, 0) != this_id)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         here = position + tl.arange(0, ROWS)
-        count = tl.where(is_first, ROWS, 0)
+        count = tl.where(is_first, ROWS, 0)         # 0: no id begins here, so nothing is summed
         while count == ROWS:
             belongs = tl.load(ordered + here, here < M, -1) == this_id
             row = tl.load(place + here, belongs, 0)
@@ -726,8 +740,8 @@ class Mask(NamedTuple):
     One of dense and blocks is set."""
     segments_BT: Tensor
     same_document_BT: Tensor                     # bool: the token before is of the same segment
-    # 0-D bool: part of each key comes from the token before. Layers differ in it, and a Python bool would
-    # give each kind of layer two graphs (see Kernels)
+    # 0-D bool: long layers take a part of each key from the token before (see Attention). As a Python bool it
+    # would give long and short layers two graphs (see Kernels)
     offset_keys: Tensor | None = None
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
     blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists, see block_mask
@@ -746,7 +760,8 @@ def same_document(segments_BT: Tensor, distance: int) -> Tensor:
 
 def dense_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
     """Reference mask: query i sees keys j <= i of its segment in the last window_blocks blocks, its own block
-    included. segments [B, T], window_blocks 0-D, block in tokens."""
+    included. segments [B, T], window_blocks 0-D, block in tokens. Who changes what a query may see changes
+    block_mask and flex_attend too."""
     i = torch.arange(segments_BT.size(1), device=segments_BT.device)
     causal = i[:, None] >= i
     near = i[:, None] // block - i // block < window_blocks
@@ -783,11 +798,12 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
         """The same lists with i itself at a place [B, n] of the list of block i."""
         return torch.where(i == place[:, :, None], i[:, None], lists)
 
-    # Unseen keys end before block i's first segment; keys from full_low on begin in its last segment.
+    # Blocks of unseen keys end before block i's first segment; those from full_low on begin in its last one.
+    # Where block i itself holds two segments, no earlier block does: the minimum then leaves none full.
     low = torch.maximum(blocks_where(last[:, None, :] < first[:, :, None]), farthest_key).clamp(min=0)
     full_low = torch.maximum(blocks_where(first[:, None, :] < last[:, :, None]), low)
     full_low = torch.minimum(full_low, i)
-    # Queries up to high begin in block i's last segment; those up to full_high end in its first one.
+    # Blocks of queries up to high begin in block i's last segment; up to full_high they end in its first one.
     high = torch.minimum(blocks_where(first[:, None, :] <= last[:, :, None]) - 1, farthest_query)
     full_high = torch.minimum(blocks_where(last[:, None, :] <= first[:, :, None]) - 1, farthest_query)
     full_high = torch.maximum(full_high, i)
@@ -835,10 +851,10 @@ def dense_scores(q_BTD: Tensor, k_BTD: Tensor, dense: Tensor) -> Tensor:
     return scores.masked_fill(~dense[:, 0], -math.inf)
 
 
-def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask,
+def log_attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask,
                    block: int) -> tuple[Tensor, Tensor]:
-    """Two logsumexps of q.k / sqrt(D), fp32 [B, T] each, for the copy pointer: over all keys that a query
-    sees, and over those of them whose token is the query's target (about NO_MATCH where there is none).
+    """How much attention there is, for the copy pointer: two logsumexps of q.k / sqrt(D), fp32 [B, T] each.
+    Over all keys that a query sees; over those whose token is the query's target (near NO_MATCH: none is).
     Fast path: FlexAttention is used for its logsumexp only, its output is thrown away. Two heads have
     the same q and k: head 0 sums over all keys, head 1 over the keys that are the target."""
     if mask.blocks is None:
@@ -858,9 +874,11 @@ def attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: 
 # ----------------------------------------------------------------------------------------------------------------------
 # 4. Optimizer
 # A group is parameters that learn alike: one rule, one rate. A bank holds a group's parameters as views of a
-# padded buffer, a shard is a rank's equal part of a bank, its master the same weights in fp32. A step sums
-# gradients over the ranks into shards (reduce), applies the rule to the own shard (update), collects all new
-# weights (gather). To try another rule, write a pure function, put it into RULES, name it in room 5's table.
+# padded buffer; a shard is a rank's equal part of it, a master the same weights in fp32. (A RowBank holds one
+# table as it is, and a rank's part are some columns.) A step sums gradients over the ranks into shards
+# (reduce), applies the rule to the own shard (update), collects all new weights (gather). For another rule,
+# write a function that updates weights and state in place, put it into RULES, name it in room 5's table; a
+# number that no rule has read before goes into rule_inputs.
 
 # The new names came with torch 2.13.
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -876,8 +894,8 @@ class Group(NamedTuple):
     lr: float
     betas: tuple[float | None, float | None] = (None, None)
     eps: float | None = None
-    # Where a step shrinks W, it takes another decay x lr x rate of W: 1.2 x 0.031^2 = 0.0012. rate is lr, or
-    # lr sqrt(R / C) for a tall matrix of muon. With lr in it twice, decay falls faster than steps do with lr.
+    # Cautious decay: where a step shrinks W, W loses the fraction decay x lr x rate besides: 1.2 x 0.031^2.
+    # rate: lr; for tall matrices of muon lr sqrt(R / C). With lr in it twice, it falls faster than steps do.
     decay: float = 0.0
     ema: bool = False            # the final weights are blended with their average over the end of the run
     matmul: bool = False         # these are matrices that multiply activations: utilisation counts them
@@ -935,21 +953,21 @@ def adam_state(master: Tensor) -> dict[str, Tensor]:
 
 
 def merge_rows(ids: Tensor, grads: Tensor, unused: int, sum_by_id: Callable) -> tuple[Tensor, Tensor]:
-    """Sums the gradients [M, C] of equal ids [M] by sums_by_id or fast_sums_by_id. -> ids [M] in order, each
-    once, where it is repeated: unused; sums [M, C], zeros there. The host doesn't wait."""
+    """Sums the gradients [M, C] of equal ids [M] by sums_by_id or fast_sums_by_id. -> ids [M], sorted, all
+    but the first of equal ones replaced by unused; their sums [M, C], zeros where replaced."""
     ordered, place = ids.sort(stable=True)
     is_repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
     return ordered.masked_fill(is_repeated, unused), sum_by_id(ordered, place, grads)
 
 
-def rows_update(rows, grad, square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
-    """Row-wise RMS steps without momentum for columns [M, width] of M rows, decayed (see Group). From
-    record 92 of the public race (github.com/KellerJordan/modded-nanogpt).
+def rows_update(rows, grad, mean_square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
+    """Row-wise RMS steps without momentum for this rank's columns [M, width] of M rows, decayed (see Group).
+    From record 92 of the public race (github.com/KellerJordan/modded-nanogpt).
     v <- b^age v + (1 - b) mean of G^2, age: updates since the row's last one;  p <- p - lr G / sqrt(v)
-    square [M]: mean squares of the whole rows' gradients; used [M]: false for slots that hold no row.
-    -> new columns, new second moments (v, [M]). Nothing is changed in place."""
+    mean_square [M]: of the rows' gradients over all ranks' columns, so it comes from outside; used [M]: false
+    for slots that hold no row. -> new columns, new second moments (v, [M]). Nothing is changed in place."""
     weight, grad = rows.float(), grad.float() * used[:, None]
-    second = second * beta2 ** age + (1 - beta2) * square * used
+    second = second * beta2 ** age + (1 - beta2) * mean_square * used
     cautious_step(weight, lr * grad / (second.sqrt() + eps)[:, None], decay * lr * lr)
     return weight.to(rows.dtype), second
 
@@ -1004,11 +1022,12 @@ class Bank:
     update(function, numbers) applies the rule's function (compiled or not) to this rank's shard
     gather()                  starts to collect all ranks' new weights -> communication to wait for
     zero_grad()               forgets the gradients
-    tensors()                 -> every tensor that a step at rate 0 may change
+    tensors()                 -> every tensor that a step at rate 0 may change: warmup puts them back
     gathered()                -> ("PARAMETER/KIND", tensor): exact weights and state, whole, without padding
     load(tensors)             takes over what gathered() gave, on any number of ranks
     It has group, world, steps (updates so far), weight (whole), master (what this rank updates, exact), state
-    (by name) and, after reduce, grad_shard (of which a step reports the norm)."""
+    (by name) and, after reduce, grad_shard, of which a step reports the norm (a RowBank's: this rank's
+    gradients before equal ids are summed)."""
     def state_to_save(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, as this rank has it."""
         return {"weight": self.master, **self.state}
@@ -1044,8 +1063,8 @@ class DenseBank(Bank):
             self.state["ema"] = torch.zeros_like(self.master)
 
     def view_of(self, whole: Tensor, name: str) -> Tensor:
-        """A parameter's view of a tensor of the whole bank: in its shape, or with a number for each neuron.
-        [2H, R, C] in a bank [N, R, C] is whole[s].view(2H, R, C), in a state [N, R, 1] .view(2H, R, 1)."""
+        """A parameter's part of a tensor of the whole bank, in the parameter's leading shape: [K, R, C] of a
+        bank [N, R, C]; of a state with a number for each neuron, [N, R, 1], its [K, R, 1]."""
         shape, unit = self.group.params[name].shape, whole.shape[1:]
         num_leading = len(shape) - len(unit)
         return whole[self.slices[name]].view(shape[:num_leading] + unit)
@@ -1113,11 +1132,12 @@ class RowBank(Bank):
         """Sums gradients by row, updates this rank's columns of these rows, and writes them on all ranks."""
         nobody = len(self.weight) - 1
         ids, grads = merge_rows(self.ids, self.grads, nobody, self.sum_by_id)
-        square = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
-        square = self.world.reduced(square) / self.table.size(1)
+        sum_of_squares = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
+        mean_square = self.world.reduced(sum_of_squares) / self.table.size(1)
         second, seen = self.state["second"], self.state["seen"]
         age = self.steps - seen[ids]
-        rows, moments = function(self.read(ids), grads, square, second[ids], age, ids < nobody, **numbers)
+        is_row = ids < nobody
+        rows, moments = function(self.read(ids), grads, mean_square, second[ids], age, is_row, **numbers)
         second[ids] = moments
         seen[ids] = torch.full_like(age, self.steps)
         self.write(ids, rows)
@@ -1258,9 +1278,9 @@ class View(NamedTuple):
     candidates: int = 0          # ids in the training softmax, 0 = all
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
     further_targets: bool = False      # whether the tokens after the next one are predicted too
-    # What changes from step to step: 0-D [] and [2] in training, so that a Recorder can record the pass
-    row: int | Tensor = 0        # running number of this batch's first row: where its negatives start
-    further_weights: Tensor | None = None      # of the further targets' losses
+    # What changes from step to step: tensors in training, so that a Recorder can record the pass
+    row: int | Tensor = 0        # [], running number of this batch's first row: it picks the row's candidates
+    further_weights: Tensor | None = None      # [2], of the further targets' losses
 
 
 def next_targets(targets_BT: Tensor, segments_BT: Tensor) -> Tensor:
@@ -1348,6 +1368,7 @@ class Attention(nn.Module):
         self.config = c
         heads_per_matrix = 2 if c.num_heads % 2 == 0 else 1     # orthogonalised by pairs of heads (record 80)
         num_matrices = 2 * c.num_heads // heads_per_matrix      # those of queries, then those of keys
+        # [H, 2 qk_dim, E]: H / 2 pairs of queries, then H / 2 pairs of keys
         self.qk = matrix(num_matrices, heads_per_matrix * c.qk_dim, c.model_dim, dtype=dtype)
         self.value = matrix(c.num_heads * c.head_dim, c.model_dim, dtype=dtype)
         # out is stored transposed, so that value and out have one shape and are orthogonalised in one batch
@@ -1413,9 +1434,9 @@ class Pointer(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """log_lm and log_copy of mixed_cross_entropy, [B, T] each: the softmax's share, what is copied."""
         q, k, sentinel = self.project(x, mask)
-        all_mass, target_mass = attention_mass(q, k, tokens, targets, mask, self.block)
-        total = torch.logaddexp(all_mass, sentinel)
-        return sentinel - total, target_mass - total
+        log_all, log_target = log_attention_mass(q, k, tokens, targets, mask, self.block)
+        total = torch.logaddexp(log_all, sentinel)
+        return sentinel - total, log_target - total
 
     def mix(self, x: Tensor, tokens: Tensor, log_p: Tensor, mask: Mask) -> Tensor:
         """log_p of the softmax -> log probabilities of the mixture, [B, T, V]. The mask is a dense one."""
@@ -1439,6 +1460,7 @@ class GPT(nn.Module):
         num_rows = len(c.table_orders) * c.table_rows + 1
         self.ngrams = nn.Parameter(torch.zeros(num_rows, c.model_dim, dtype=dtype), requires_grad=False)
         self.ngrams.touched = []        # in place of .grad: see Group
+        self.looked_up: tuple[Tensor, Tensor] | None = None       # by the last pass: ids, rows
         generator = torch.Generator().manual_seed(1)    # whatever the seed: checkpoints don't hold the signs
         signs = torch.randint(0, 2, (SIGN_POOL, c.model_dim), generator=generator, device="cpu")
         self.register_buffer("sign_pool", (2 * signs - 1).to(self.embed), persistent=False)
@@ -1467,11 +1489,10 @@ class GPT(nn.Module):
         return masks
 
     def look_up(self, tokens: Tensor, segments: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-        """Rows [J, B, T, E] of the n-gram table, in training kept for the optimizer, and their signs' ids."""
+        """Rows [J, B, T, E] of the n-gram table, noted for the optimizer if training; their signs' ids."""
         ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
         rows = F.embedding(ids, self.ngrams).requires_grad_()
-        if training:
-            self.ngrams.touched.append((ids, rows))
+        self.looked_up = (ids, rows) if training else None
         return rows, signs
 
     def hidden(self, tokens: Tensor, segments: Tensor, masks: dict[str, Mask], training: bool) -> Tensor:
@@ -1514,9 +1535,12 @@ class GPT(nn.Module):
         """Loss of one row: [T, E], [K, T], [T] twice -> scalar, over all ids or candidates of its own."""
         w = self.embed
         if view.candidates:
-            ids, columns = candidate_set(targets_KT[0], len(w), view.candidates, start=row * view.candidates)
+            # + 1: so that windows begin anywhere, whatever the sizes have in common
+            start = row * (view.candidates + 1)
+            ids, place_of_id = candidate_set(targets_KT[0], len(w), view.candidates, start)
             w = w.index_select(0, ids)
-            targets_KT = torch.where(targets_KT < 0, -1, columns[targets_KT.clamp(min=0).long()])
+            # Further targets are targets of later positions of this row, so they are candidates too
+            targets_KT = torch.where(targets_KT < 0, -1, place_of_id[targets_KT.clamp(min=0).long()])
         inputs = x_TE, w, targets_KT, log_lm, log_copy, self.config.softcap, view.further_weights
         if view.training and self.kernels.compile:
             return HeadLoss.apply(self.head_gradients, *inputs, self.kernels.fp8)
@@ -1715,8 +1739,8 @@ class Position(NamedTuple):
 
 class Planner:
     """Which spans of the stream stand in which row, from the stream alone: the same for any number of ranks.
-    A document ends before the next mark, or where it is clipped. What a row's end cuts off it is the next
-    row's first piece; self.position carries it there. After the stream's end comes its first mark again."""
+    A document ends before the next mark, or where it is clipped. The part of a document that a row's end cuts
+    off begins the next row; self.position carries it. After the stream's end comes its first mark again."""
     def __init__(self, stream: TokenStream, eod_id: int, position: Position = Position()):
         self.stream, self.eod_id, self.position = stream, eod_id, position
         self.docs = self.documents(position.epoch, position.next_document)
@@ -1831,11 +1855,11 @@ class Stage(NamedTuple):
     batch_share: float = 1.0          # share of batch_tokens in a step, at most 1
     # Multi-token prediction: weights of the losses of the second and third next token as the stage begins;
     # they move linearly to those of the next stage. 0, 0: this stage predicts the next token only
-    mtp: tuple[float, float] = (0.0, 0.0)
+    further_weights: tuple[float, float] = (0.0, 0.0)
 
 
 RECORD = (
-    #     until  clip  window candidates share  mtp
+    #     until  clip  window candidates share  further_weights
     Stage(0.200, 896,  3,     0.2,       0.5,   (0.5, 0.25)),
     Stage(0.667, 2048, 7,     0.2,       0.5,   (0.5, 0.0)),
     Stage(0.920, 2048, 11,    0.2,       1.0),
@@ -1843,7 +1867,7 @@ RECORD = (
 STAGES: dict[str, tuple[Stage, ...]] = {
     "record": RECORD,
     "sprint": tuple(stage._replace(batch_share=1.0) for stage in RECORD),
-    "plain": tuple(stage._replace(batch_share=share, mtp=(0.0, 0.0))
+    "plain": tuple(stage._replace(batch_share=share, further_weights=(0.0, 0.0))
                    for stage, share in zip(RECORD, (0.25, 0.5, 1.0, 1.0), strict=True))}
 
 def stage_at(c: Config, step: int) -> Stage:
@@ -1871,7 +1895,8 @@ def further_weights_at(c: Config, step: int) -> tuple[float, float]:
     i = stages.index(stage)
     begin = stages[i - 1].until if i > 0 else 0.0
     done = (step / c.num_steps - begin) / (stage.until - begin)
-    (second, third), (next_second, next_third) = stage.mtp, stages[min(i + 1, len(stages) - 1)].mtp
+    (second, third), following = stage.further_weights, stages[min(i + 1, len(stages) - 1)]
+    next_second, next_third = following.further_weights
     return second + (next_second - second) * done, third + (next_third - third) * done
 
 
@@ -2026,8 +2051,10 @@ class Clock:
     """Honest time: starts and pauses wait for the device; steps are timed by events, read one step late."""
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
-        self.total_ms, self.resumed_at = 0.0, None       # up to the last pause; seconds
-        self.step_ms, self.stamps = [], deque()          # of finished steps; from the last one's end on
+        self.total_ms = 0.0              # up to the last pause
+        self.resumed_at = None           # when the clock was started, in seconds; None while it stands
+        self.step_ms = []                # of the steps whose times were read
+        self.stamps = deque()            # the end of the last of these, and the ends of the steps after it
 
     def synchronize(self) -> None:
         if self.cuda:
@@ -2150,15 +2177,15 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The list that the signals enter which stop a run. After the first, SIGTERM and SIGINT act as before;
-    SIGHUP and SIGUSR1 don't: one cause may send them twice (kernel and shell, SLURM and launcher)."""
+    """Yields a list, to which each signal that asks the run to stop adds its number. After the first, SIGTERM
+    and SIGINT act as before; not SIGHUP and SIGUSR1, which one cause may send twice (SLURM and launcher)."""
     received = []
     handlers_before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     def on_signal(number: int, frame) -> None:
         received.append(number)
         for impatient in (signal.SIGTERM, signal.SIGINT):
             signal.signal(impatient, handlers_before[impatient])
-    # nohup has its way, but not in torchrun's ranks (leaders of sessions): it kills them after a SIGHUP
+    # Under nohup SIGHUP stays ignored. Not in torchrun's ranks (leaders of sessions): it kills them after one
     keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or not keeps_hang_up:
@@ -2276,13 +2303,13 @@ def train_view(run: Run, step: int) -> View:
     """What the step asks of the model, for this rank's first rows. Rows are numbered over all steps, whatever
     the number of ranks."""
     c, world = run.config, run.world
-    rows_per_step = c.batch_tokens // c.row_tokens + 1      # one to spare; other numbers draw other negatives
-    first_row = step * rows_per_step + world.rank * rows_per_rank(rows_at(c, step), world.size)
+    most_rows = c.batch_tokens // c.row_tokens              # of any step
+    first_row = step * most_rows + world.rank * rows_per_rank(rows_at(c, step), world.size)
     # filled on the device: a copy from the host would wait for it
     row, *weights = (torch.full((), number, device=world.device)
                      for number in (first_row, *further_weights_at(c, step)))
     return View(stage_at(c, step).window, candidates_at(c, step), training=True,
-                further_targets=any(stage_at(c, step).mtp), row=row,
+                further_targets=any(stage_at(c, step).further_weights), row=row,
                 further_weights=torch.stack(weights))
 
 
@@ -2299,13 +2326,14 @@ def forward_backward(model: GPT, view: View, step_tokens: int, inputs: Tensor, t
     -> this pass's part of the loss, ids of n-gram rows looked up [J, B, T], their gradients [J, B, T, E]."""
     loss = model(inputs, targets, view._replace(row=row, further_weights=further_weights)) / step_tokens
     loss.backward()
-    ids, rows = model.ngrams.touched.pop()
+    ids, rows = model.looked_up
     return loss.detach(), ids, rows.grad
 
 
 def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0) -> Tensor:
-    """All micro-batches, one update. -> mean loss (over candidates), squared gradient norms, sum of all
-    ranks' stop. Empty rows don't count in the mean."""
+    """All micro-batches, one update. -> mean loss (over candidates, and with further targets where a stage
+    has them, so losses of two stages don't compare; empty rows don't count), squared gradient norms, sum of
+    all ranks' stop."""
     c, world = run.config, run.world
     view, rows, step_tokens = train_view(run, step), rows_at_once(run, step), rows_at(c, step) * c.row_tokens
     constants = view._replace(row=0, further_weights=None), step_tokens      # what changes is an input
@@ -2529,8 +2557,8 @@ def padding_in_words(c: Config, size: int) -> str:
 
 
 def check_memory(c: Config, world: World, kernels: Kernels) -> None:
-    """Raises Refusal when model and optimizer can't fit, before a byte of them is allocated: weights and, of
-    all but the table, gradients and (shared by the ranks) 8 bytes of averages. Activations come on top."""
+    """Raises Refusal when model and optimizer can't fit, before a byte of it is allocated. Counts the least:
+    weights and, of all but the table, gradients and (shared by the ranks) 8 bytes of averages."""
     count, table = num_parameters(c), len(c.table_orders) * c.table_rows * c.model_dim
     item = kernels.dtype.itemsize
     needed = table * item + (count - table) * (2 * item + 8 / world.size)
@@ -2570,9 +2598,10 @@ def fit_memory(run: Run, log: RunLog) -> None:
         run.micro_rows = rows - 1
 
 
-# Relative. What can't be seen takes no part in a sum, so numerics leave no trace; GPUs get some slack
+# By how much of itself the loss may move when tokens change that no scored prediction may see. It should not
+# move at all, since the same sums are formed; a GPU may form them in another order.
 SELF_CHECK_TOLERANCE = {"cpu": 1e-8, "cuda": 1e-6}
-SHORT_DOCUMENT = 13                # tokens; odd, so that 2^n of them meet all alignments to groups of 2^n
+SHORT_DOCUMENT = 13                # tokens; odd, so that documents begin at every offset modulo 2, 4, 8, ..
 
 def probe_documents(num_tokens: int, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Documents that fill so many tokens: half of it short ones, a quarter 2.5 blocks long, one for the rest.
@@ -2740,7 +2769,7 @@ def load_checkpoint(run: Run, progress: Progress) -> int:
     return step
 
 
-COMPILER_BYTES_PER_ROW = 24 * 2 ** 30    # measured: training with a row at once, and the helper beside it
+COMPILER_BYTES_PER_TOKEN = 3 * 2 ** 18    # measured: training with so many at once, and the helper beside it
 COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that makes a process such a helper
 
 @contextlib.contextmanager
@@ -2750,7 +2779,7 @@ def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
     while it is still to be found out how many rows fit (micro_rows 0)."""
     c, free = run.config, torch.cuda.mem_get_info()[0]
     is_wanted = run.kernels.compile and run.world.local == 0 and c.deterministic == "off" and c.micro_rows > 0
-    if not is_wanted or free < COMPILER_BYTES_PER_ROW * c.micro_rows:
+    if not is_wanted or free < COMPILER_BYTES_PER_TOKEN * c.micro_rows * c.row_tokens:
         yield
         return
     options = [f"--preset={c.preset}", *(word for word in argv if not word.startswith("--preset="))]
@@ -2776,7 +2805,8 @@ def compile_beside(argv: list[str]) -> int:
         model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
     with torch.no_grad():
         for bank in run.optimizer.banks:
-            bank.ids, bank.grads, bank.world = tokens[0].long(), x[0], World()      # without collectives
+            bank.world = World()                                   # without collectives
+            bank.ids, bank.grads = tokens[0].long(), x[0]          # which only a RowBank reads
             run.optimizer.update(bank, 0.0, 0.9)
     return 0
 
@@ -2828,7 +2858,7 @@ def main(argv: list[str]) -> int:
 
 
 def report(error: Exception, world: World | None, log: RunLog | None) -> int:
-    """Say on console and in the log why a run ended. -> exit code. What all ranks say, one a host prints."""
+    """Say on console (once a host, where all ranks say it) and in the log why a run ended. -> exit code."""
     if isinstance(error, torch.OutOfMemoryError):
         text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})"
         error = Failure(text, one_rank=True)

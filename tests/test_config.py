@@ -173,13 +173,13 @@ def test_the_lowest_value_of_each_number_is_known(tg, lowest, keys):
 
 
 @pytest.mark.parametrize("softcap, legal", [
-    ("80,0,7.5", True), ("80.5,0,7.5", False), ("28,0,1", True), ("28.5,0,1", False), ("0.1,0,1", True),
+    ("80,0,7.5", True), ("80.5,0,7.5", False), ("16,0,1", True), ("16.5,0,1", False), ("0.1,0,1", True),
     ("0,0,1", False)])
-def test_a_cap_is_above_0_and_at_most_80_and_28_widths(tg, softcap, legal):
+def test_a_cap_is_above_0_and_at_most_80_and_16_widths(tg, softcap, legal):
     if legal:
         tg.parse_config([f"--softcap={softcap}"])
     else:
-        assert "at most 80 and at most 28 widths" in refusal(tg, f"--softcap={softcap}")
+        assert "at most 80 and at most 16 widths" in refusal(tg, f"--softcap={softcap}")
 
 
 @pytest.mark.parametrize("changes, fits", [

@@ -197,14 +197,14 @@ def leak_in_shift(patch, tg, run, ndim):
 
 
 def leak_in_pointer(patch, tg, run):
-    real = tg.attention_mass
-    patch.setattr(tg, "attention_mass", lambda q, k, tokens, targets, mask, block: real(
+    real = tg.log_attention_mass
+    patch.setattr(tg, "log_attention_mass", lambda q, k, tokens, targets, mask, block: real(
         q, k, tokens, targets, next_too(mask), block))
 
 
 def leak_in_copied_tokens(patch, tg, run):
-    real = tg.attention_mass
-    patch.setattr(tg, "attention_mass", lambda q, k, tokens, *more: real(q, k, tokens.roll(-1, 1), *more))
+    real = tg.log_attention_mass
+    patch.setattr(tg, "log_attention_mass", lambda q, k, tokens, *more: real(q, k, tokens.roll(-1, 1), *more))
 
 
 def leak_in_value_embeddings(patch, tg, run):
@@ -309,7 +309,7 @@ def test_self_check_catches_ngrams_of_other_documents(tg, tmp_path, monkeypatch)
 def test_self_check_catches_a_model_that_ignores_its_context(tg, tmp_path, monkeypatch):
     run, log = built(tg, byte_run(tmp_path))
     monkeypatch.setattr(run.model, "hidden", lambda tokens, *_: torch.ones(*tokens.shape, 32))
-    monkeypatch.setattr(tg, "attention_mass", lambda q, *_: (q[..., 0], q[..., 0]))
+    monkeypatch.setattr(tg, "log_attention_mass", lambda q, *_: (q[..., 0], q[..., 0]))
     with pytest.raises(tg.Failure, match="self-check: their own context changed"):
         tg.self_check(run, log)
 
@@ -517,7 +517,7 @@ def test_an_empty_row_gives_no_loss_no_gradient_and_touches_no_row_of_the_table(
     tokens = torch.full((1, 64), 256, dtype=torch.int32)
     loss = run.model(tokens, torch.full_like(tokens, -1), tg.train_view(run, 0))
     loss.backward()
-    [(ids, rows)] = run.model.ngrams.touched
+    ids, rows = run.model.looked_up
     assert float(loss) == 0 and bool((ids == len(run.model.ngrams) - 1).all()) and not rows.grad.any()
     assert not any(bank.grad.any() for bank in run.optimizer.banks if bank.group.kind != "rows")
 
