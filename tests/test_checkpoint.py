@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import json
 import math
+import os
 import pickle
 import random
 import shutil
@@ -486,6 +487,23 @@ def test_a_launcher_that_is_hung_up_under_nohup_gets_a_checkpoint(tmp_path):
     wait_for(process, "step:20/1000 train_loss")
     code, rest, _ = stop(process, signal.SIGHUP)
     assert code != 0 and len(checkpoints_in(tmp_path)) == 1, rest
+
+
+@pytest.mark.parametrize("leads_session", [False, True])
+def test_an_ignored_hang_up_counts_only_where_a_launcher_made_a_session_for_the_rank(tg, leads_session):
+    """nohup ignores it for good; torchrun, which passes it on, kills a rank that goes on."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if leads_session:
+                os.setsid()
+            ignore_hang_up()
+            with tg.stop_signals() as received:
+                signal.raise_signal(signal.SIGHUP)
+            os._exit(len(received))
+        finally:
+            os._exit(9)                 # no test goes on in the child
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == leads_session
 
 
 def test_signals_act_as_before_when_the_run_is_over(tg):
