@@ -140,7 +140,7 @@ class Config:
     block_tokens: int = setting(128, "granularity of windows and block masks", 1, 2 ** 24)
     attention_scale: float = setting(0.1, "factor of query times key before the softmax")
     softcap: tuple[float, ...] = setting((23.0, 5.0, 7.5), "cap, shift, width of the logits' softcap")
-    # Optimizer; betas and decays stand in the table of param_groups
+    # Optimizer; more in the table of param_groups, and momentum_at in room 7
     lr_matrix: float = setting(0.031, "NorMuon, hidden matrices")
     lr_embed: float = setting(0.008, "Adam, token embeddings, which are the output head too, and gates")
     lr_value: float = setting(0.6, "Adam, value embeddings")
@@ -349,7 +349,6 @@ def init_world(deterministic: bool = False) -> World:
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < (2, 11):
         raise Refusal(f"torch {torch.__version__}: expected 2.11 or newer; pip install -r requirements.txt")
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")   # varying shapes fragment memory
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank, size, local = read_launcher()
@@ -420,9 +419,8 @@ class Kernels(NamedTuple):
     - a Python number that it gets (int, float or bool) has a new value,
     - a tensor has a new shape or dtype, or newly asks for a gradient,
     - two of its inputs are one tensor, and were not before.
-    So numbers that change during a run are passed as 0-D tensors, and no tensor is passed twice.
-    Floats are not even safe where they recompile nothing: a cache on disk once took one for another
-    (records/LOG.md)."""
+    So numbers that change during a run are passed as 0-D tensors, and no tensor is passed twice. A float that
+    never changes is not safe either: a cache on disk once gave another script's graph (records/LOG.md)."""
     compile: bool = False
     flex: bool = False                       # FlexAttention over lists of blocks instead of a dense mask
     fp8: bool = False                        # the MLPs' products; those of the output head in training
@@ -447,11 +445,11 @@ def choose_kernels(device: torch.device, compilation: str = "auto", attention: s
         shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         small_tiles = shared_memory < USUAL_TILES_BYTES
 
-    def chosen(key: str, word: str, reference: str, is_there: bool, needs: str) -> bool:
-        """Whether to take a fast path: where it is there, unless the word names the reference."""
-        refuse_if(word not in ("auto", reference) and not is_there,
-                  f"--{key}={word}: it needs {needs}; use --{key}={reference}")
-        return is_there and word != reference
+    def chosen(key: str, asked: str, reference: str, is_available: bool, needs: str) -> bool:
+        """Whether to take a fast path: where it is available, unless the reference is asked for."""
+        refuse_if(asked not in ("auto", reference) and not is_available,
+                  f"--{key}={asked}: it needs {needs}; use --{key}={reference}")
+        return is_available and asked != reference
 
     return Kernels(
         compile=compiled, dtype=torch.bfloat16 if on_gpu else torch.float32, small_tiles=small_tiles,
@@ -466,8 +464,8 @@ class Recorder:
     """Calls function(*constants, *inputs) as one CUDA graph: the host launches that instead of 400 kernels.
     constants are plain values, inputs tensors. For each combination of constants and shapes the first call
     runs as it is (it compiles), the second is recorded; that one and all later ones copy their inputs into
-    the record's own and replay it. Results are the same tensors each time, with new contents: who needs them
-    after the next call clones them. A record freezes each address and each Python number. So all else that
+    the graph's own and replay it. Results are the same tensors each time, with new contents: who needs them
+    after the next call clones them. A graph freezes each address and each Python number. So all else that
     function reads and writes (weights, gradients, tables) must stay at its address, and a number that changes
     from call to call must be an input, a 0-D tensor. Not allowed in function: reading a tensor's value
     (.item(), if on a tensor), collectives, random numbers."""
@@ -526,7 +524,8 @@ def orthogonalize(G_NRC: Tensor, dtype: torch.dtype) -> Tensor:
 
 def softcap(logits: Tensor, cap_shift_width: tuple[float, float, float]) -> Tensor:
     """Logit softcap, fp32: cap * sigmoid((logits + shift) / width). It lies between 0 and cap and lets right
-    answers stand out (record 54). Who changes it changes softcap_slope too, and check_config's limits."""
+    answers stand out (record 54). What depends on it: softcap_slope and by it G_SCALE; softmax_losses, for
+    which its largest value is cap; check_config's limits."""
     cap, shift, width = cap_shift_width
     return cap * torch.sigmoid((logits.float() + shift) / width)
 
@@ -540,16 +539,16 @@ def softcap_slope(z: Tensor, cap_shift_width: tuple[float, float, float]) -> Ten
 def mixed_cross_entropy(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log_copy: Tensor,
                         cap_shift_width: tuple[float, float, float],
                         further_weights: Tensor | None = None) -> Tensor:
-    """Summed loss of a softmax mixed with copies: -log(e^log_lm softmax(logits)[target] + e^log_copy).
-    logits = softcap(x w^T), for x [T, E], w [V, E]. Negative targets are left out. -> fp32 scalar.
+    """Summed loss of a softmax mixed with copies: -log(e^log_lm softmax(z)[target] + e^log_copy), where
+    z = softcap(x w^T) for x [T, E], w [V, E]. Negative targets are left out. -> fp32 scalar.
     log_lm [T]: log of the share of probability that goes to the softmax (lm: the language model proper).
     log_copy [T]: log of the probability that the copy pointer (room 5) gives to the target.
     targets [K, T]: those of the next position, then K - 1 further ones, which add
-    weight * -log softmax(logits)[target] (multi-token prediction, Gloeckle et al. 2024, here by one head).
+    weight * -log softmax(z)[target] (multi-token prediction, Gloeckle et al. 2024, here by one head).
     It is the reference, and what validation uses everywhere."""
-    capped = softcap(F.linear(x, w), cap_shift_width)
-    target_logits = capped.gather(1, targets_KT.clamp(min=0).long().t()).t()
-    log_p, has_target = target_logits - capped.logsumexp(1), targets_KT >= 0
+    z = softcap(F.linear(x, w), cap_shift_width)
+    target_z = z.gather(1, targets_KT.clamp(min=0).long().t()).t()
+    log_p, has_target = target_z - z.logsumexp(1), targets_KT >= 0
     loss = -(torch.logaddexp(log_lm + log_p[0], log_copy) * has_target[0]).sum()
     for k in range(1, len(targets_KT)):
         loss = loss - further_weights[k - 1] * (log_p[k] * has_target[k]).sum()
@@ -566,8 +565,8 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
 # fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
 X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
-# e5m2 holds gradients by logits up to 7. They are at most 1 + the weights of further targets (1.75 in the
-# record) times the softcap's steepest slope, cap / (4 width): 1.34
+# e5m2 holds |dL / dlogits| up to 7. It is at most (1 + the sum of further targets' weights) x (the softcap's
+# steepest slope, cap / (4 width)): in the record 1.75 x 0.77 = 1.34
 G_SCALE = 8192.0
 HIDDEN_SCALE = 1.0      # e4m3 holds an MLP's relu^2 up to 448; larger ones count as 448
 
@@ -596,9 +595,9 @@ def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Te
                    cap_shift_width: tuple[float, float, float], further_weights: Tensor | None):
     """Losses of mixed_cross_entropy [T]; what logits_gradient wants besides the logits [T, V]: logsumexp [T]
     and blame [K, T]. targets: [K, T], K - 1 further ones. Per position, with p = softmax(softcap(logits)):
-        L = -log(e^log_lm p[target] + e^log_copy)    blame = e^log_lm p[target] / (that sum) = -dL/dlog_lm
-    blame: the part of the target's probability that came from the softmax, so that answers for the loss. That
-    of a further target is its weight, that of a missing one 0."""
+        P = e^log_lm p[target] + e^log_copy    L = -log P    blame = e^log_lm p[target] / P = -dL/dlog_lm
+    blame is the softmax's part of the target's probability, by which its gradient is multiplied. A further
+    target's blame is its weight, a missing one's 0."""
     cap = cap_shift_width[0]
     # softcap lies in 0 .. cap <= 80, so cap can stand for the maximum that a logsumexp takes out
     logsumexp = (softcap(logits, cap_shift_width) - cap).exp().sum(1).log() + cap
@@ -644,7 +643,8 @@ def head_gradients(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log
     else:
         grad = grad.to(x.dtype)
         dx, dw = grad @ w, grad.t() @ x
-    return losses.sum(), dx, dw, -blame[0], blame[0] - (targets_KT[0] >= 0).float()
+    d_lm, d_copy = -blame[0], blame[0] - (targets_KT[0] >= 0).float()
+    return losses.sum(), dx, dw, d_lm, d_copy
 
 
 class HeadLoss(torch.autograd.Function):
@@ -665,10 +665,9 @@ class HeadLoss(torch.autograd.Function):
 def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor]:
     """Candidates, the ids of a sampled softmax: all distinct targets, then negatives out of a fixed walk.
     targets: any shape, -1 for none; where more than count are distinct, some are left out.
-    -> ids [count], each once; place_of_id [vocab]: where in ids each id stands (so which of the logits is its
-    own), -1 where it is left out.
-    The walk visits (start + j) * 20011 mod vocab (record 92): a row begins it where another did not, so that
-    each id gets its turns. It needs no sort and no host synchronisation."""
+    -> ids [count], each once; place_of_id [vocab]: where in ids each id stands, -1 where it is left out.
+    The walk visits (start + j) * 20011 mod vocab (record 92). start differs from row to row (row_loss), so
+    that every id is a negative now and then. It needs no sort and no host synchronisation."""
     stride = next(s for s in (20_011, 10_007, 7919, 1) if math.gcd(s, vocab) == 1)
     device = targets.device
     walk = (torch.arange(vocab, device=device) + start % vocab) * stride % vocab        # every id once
@@ -740,8 +739,8 @@ class Mask(NamedTuple):
     One of dense and blocks is set."""
     segments_BT: Tensor
     same_document_BT: Tensor                     # bool: the token before is of the same segment
-    # 0-D bool: long layers take a part of each key from the token before (see Attention). As a Python bool it
-    # would give long and short layers two graphs (see Kernels)
+    # 0-D bool: long layers take a part of each key from the token before (see Attention). It is here because
+    # masks differ between long and short layers anyway; as a Python bool it would cost a graph (see Kernels)
     offset_keys: Tensor | None = None
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
     blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists, see block_mask
@@ -799,7 +798,7 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
         return torch.where(i == place[:, :, None], i[:, None], lists)
 
     # Blocks of unseen keys end before block i's first segment; those from full_low on begin in its last one.
-    # Where block i itself holds two segments, no earlier block does: the minimum then leaves none full.
+    # Where block i itself holds two segments, no earlier block begins in its last one: then none is full.
     low = torch.maximum(blocks_where(last[:, None, :] < first[:, :, None]), farthest_key).clamp(min=0)
     full_low = torch.maximum(blocks_where(first[:, None, :] < last[:, :, None]), low)
     full_low = torch.minimum(full_low, i)
@@ -811,6 +810,7 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
     # In turn: how many count, and the list
     lists = (num_partial_keys, with_diagonal(counted_from(low), num_partial_keys - 1),
              i - full_low, counted_from(full_low),
+             # place 0, where full_high stands, is given to i; full_high + 1 .. follow
              num_partial_queries, with_diagonal(counted_from(full_high), torch.zeros_like(high)),
              full_high - i, counted_from((i + 1).expand_as(full_high)))
     lists = tuple(t.to(torch.int32)[:, None].contiguous() for t in lists)    # [B, 1, n], [B, 1, n, n] in turn
@@ -851,10 +851,10 @@ def dense_scores(q_BTD: Tensor, k_BTD: Tensor, dense: Tensor) -> Tensor:
     return scores.masked_fill(~dense[:, 0], -math.inf)
 
 
-def log_attention_mass(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask,
+def copy_logsumexps(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask,
                    block: int) -> tuple[Tensor, Tensor]:
-    """How much attention there is, for the copy pointer: two logsumexps of q.k / sqrt(D), fp32 [B, T] each.
-    Over all keys that a query sees; over those whose token is the query's target (near NO_MATCH: none is).
+    """Two logsumexps of q.k / sqrt(D), fp32 [B, T] each: over all keys that a query sees, and over those
+    whose token is the query's target (near NO_MATCH: none is). Their difference: log p(a copy is the target).
     Fast path: FlexAttention is used for its logsumexp only, its output is thrown away. Two heads have
     the same q and k: head 0 sums over all keys, head 1 over the keys that are the target."""
     if mask.blocks is None:
@@ -894,8 +894,8 @@ class Group(NamedTuple):
     lr: float
     betas: tuple[float | None, float | None] = (None, None)
     eps: float | None = None
-    # Cautious decay: where a step shrinks W, W loses the fraction decay x lr x rate besides: 1.2 x 0.031^2.
-    # rate: lr; for tall matrices of muon lr sqrt(R / C). With lr in it twice, it falls faster than steps do.
+    # Cautious decay: where a step shrinks W, W loses the fraction decay x lr x lr besides (of muon's tall
+    # matrices sqrt(R / C) times that); in the record 1.2 x 0.031^2. So it falls faster than the steps do.
     decay: float = 0.0
     ema: bool = False            # the final weights are blended with their average over the end of the run
     matmul: bool = False         # these are matrices that multiply activations: utilisation counts them
@@ -962,8 +962,9 @@ def merge_rows(ids: Tensor, grads: Tensor, unused: int, sum_by_id: Callable) -> 
 
 def rows_update(rows, grad, mean_square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
     """Row-wise RMS steps without momentum for this rank's columns [M, width] of M rows, decayed (see Group).
-    From record 92 of the public race (github.com/KellerJordan/modded-nanogpt).
+    From record 92 of the public race.
     v <- b^age v + (1 - b) mean of G^2, age: updates since the row's last one;  p <- p - lr G / sqrt(v)
+    Without bias correction a row's first step is 1 / sqrt(1 - b), 4.5, times lr: rare rows learn at once.
     mean_square [M]: of the rows' gradients over all ranks' columns, so it comes from outside; used [M]: false
     for slots that hold no row. -> new columns, new second moments (v, [M]). Nothing is changed in place."""
     weight, grad = rows.float(), grad.float() * used[:, None]
@@ -982,7 +983,7 @@ class Rule(NamedTuple):
     """How a bank learns. A group's kind names one."""
     update: Callable             # update(master, grad, *state, **numbers); of a table: see RowBank.update
     reads: tuple[str, ...]       # the numbers that update takes: see rule_inputs
-    state: Callable              # master -> {name: zeros}, in the order in which update takes them
+    state: Callable              # master -> {name: zeros}, in update's order; of a table: see RowBank.update
     layout: str                  # of a bank: "matrices" [N, R, C] | "flat" [N] | "table": one parameter
 
 
@@ -1039,7 +1040,7 @@ class DenseBank(Bank):
     def __init__(self, group: Group, world: World):
         self.group, self.world, self.steps = group, world, 0
         rule, params = RULES[group.kind], list(group.params.values())
-        unit, align = torch.Size(), 128          # what the first dimension counts; 128 are 256 bytes
+        unit, align = torch.Size(), 128          # shape of an entry: a number (128 of them: 256 bytes)
         if rule.layout == "matrices":
             unit, align = params[0].shape[-2:], 1
         self.slices, num_units = {}, 0           # parameter -> its part of the first dimension
@@ -1063,8 +1064,8 @@ class DenseBank(Bank):
             self.state["ema"] = torch.zeros_like(self.master)
 
     def view_of(self, whole: Tensor, name: str) -> Tensor:
-        """A parameter's part of a tensor of the whole bank, in the parameter's leading shape: [K, R, C] of a
-        bank [N, R, C]; of a state with a number for each neuron, [N, R, 1], its [K, R, 1]."""
+        """A parameter's part of a tensor of the whole bank: of weights [N, R, C] its own [K, R, C]; of a
+        state with a number for each neuron, [N, R, 1], the [K, R, 1] that belongs to it."""
         shape, unit = self.group.params[name].shape, whole.shape[1:]
         num_leading = len(shape) - len(unit)
         return whole[self.slices[name]].view(shape[:num_leading] + unit)
@@ -1225,8 +1226,7 @@ class Optimizer:
 
     @torch.no_grad()
     def average(self, rate: float, share: float = 0.0) -> None:
-        """Moves the average of the weights by rate towards them; 1 begins it. With a share > 0 the weights
-        then move by that share towards the average."""
+        """average += rate (weights - average): a rate of 1 copies; weights += share (average - weights)."""
         for bank in self.banks:
             if bank.group.ema:
                 bank.state["ema"].lerp_(bank.master, rate)
@@ -1273,8 +1273,8 @@ def layer_table(c: Config) -> list[Layer]:
 
 
 class View(NamedTuple):
-    """What one pass is asked for besides its tokens. Another window or row recompiles nothing."""
-    window: int                  # long window, in blocks
+    """What one pass is asked for besides its tokens. Another window or row compiles nothing."""
+    window: int                  # long window, in blocks; masks() makes a tensor of it
     candidates: int = 0          # ids in the training softmax, 0 = all
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
     further_targets: bool = False      # whether the tokens after the next one are predicted too
@@ -1284,7 +1284,7 @@ class View(NamedTuple):
 
 
 def next_targets(targets_BT: Tensor, segments_BT: Tensor) -> Tensor:
-    """Targets of the next position and the one after it, [B, 2, T]; -1 where these are of another segment."""
+    """Further targets, [B, 2, T]: what position t + 1 has as its target, and t + 2; -1 in another segment."""
     found = []
     for distance in (1, 2):
         targets = targets_BT.masked_fill(~same_document(segments_BT, distance), -1)
@@ -1331,9 +1331,9 @@ def ngram_ids(tokens_BT: Tensor, segments_BT: Tensor, orders: tuple[int, ...],
 
 Rotary = tuple[Tensor, Tensor]        # factors of x, and of x with its halves swapped
 
-def rotary_tables(T: int, head_dim: int, like: Tensor) -> Rotary:
+def rotary_tables(T: int, qk_dim: int, like: Tensor) -> Rotary:
     """Both factors, [T, 1, D], on like's device and in its precision. Half of the pairs stands still."""
-    quarter = head_dim // 4
+    quarter = qk_dim // 4
     turning = (1 / 1024) ** torch.linspace(0, 1, quarter, dtype=torch.float32, device=like.device)
     frequencies = F.pad(turning, (0, quarter))
     angle = torch.arange(T, dtype=torch.float32, device=like.device)[:, None] * frequencies
@@ -1349,7 +1349,7 @@ def rotate(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
 
 
 def matrix(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """Uniform, with half of the standard deviation 1 / sqrt(last dimension)."""
+    """Uniform, with a standard deviation of 0.5 / sqrt(last dimension)."""
     bound = 0.5 * 3 ** 0.5 * shape[-1] ** -0.5
     return nn.Parameter(torch.empty(shape, dtype=dtype).uniform_(-bound, bound))
 
@@ -1395,7 +1395,7 @@ class Attention(nn.Module):
 
 class Block(nn.Module):
     """x <- a x + b x0; x <- x + attention(norm x); x <- x + W2 relu(W1 norm x)^2 (So et al. 2021).
-    Some layers of deep models are better without attention: time for more steps (record 92)."""
+    Deep models do without attention in some layers: the time buys more steps (record 92)."""
     def __init__(self, c: Config, kernels: Kernels, has_attention: bool):
         super().__init__()
         dtype, self.fp8 = kernels.dtype, kernels.fp8
@@ -1415,14 +1415,15 @@ class Block(nn.Module):
 
 class Pointer(nn.Module):
     """A mixture of softmax and copies (pointer sentinel, Merity et al. 2016): attention gives earlier tokens
-    a share of the next one's probability; a sentinel, one more key, gives the rest to the softmax. A key is
-    made of its own state and of the one before: of a token and of what it followed."""
+    a share of the next one's probability; a sentinel, one more key, gives the rest to the softmax.
+    key_j = K x_j + K' x_(j-1): of a token and of what it followed."""
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.block = c.block_tokens
         self.copy_qk = matrix(3, c.copy_dim, c.model_dim, dtype=dtype)      # queries, keys, keys before
         self.sentinel_gates = nn.Parameter(torch.zeros(1, c.model_dim, dtype=dtype))
-        self.copy_scales = scalars(1.0, 16.0)     # of queries; bias of the sentinel, large: no copies yet
+        # Scale of queries; bias of the sentinel, large: no copies yet. Names end as param_groups' patterns
+        self.copy_scales = scalars(1.0, 16.0)
 
     def project(self, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, D], the sentinel's score [B, T]."""
@@ -1434,7 +1435,7 @@ class Pointer(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """log_lm and log_copy of mixed_cross_entropy, [B, T] each: the softmax's share, what is copied."""
         q, k, sentinel = self.project(x, mask)
-        log_all, log_target = log_attention_mass(q, k, tokens, targets, mask, self.block)
+        log_all, log_target = copy_logsumexps(q, k, tokens, targets, mask, self.block)
         total = torch.logaddexp(log_all, sentinel)
         return sentinel - total, log_target - total
 
@@ -1492,6 +1493,7 @@ class GPT(nn.Module):
         """Rows [J, B, T, E] of the n-gram table, noted for the optimizer if training; their signs' ids."""
         ids, signs = ngram_ids(tokens, segments, self.config.table_orders, self.config.table_rows)
         rows = F.embedding(ids, self.ngrams).requires_grad_()
+        # train_step puts ids and rows.grad into ngrams.touched
         self.looked_up = (ids, rows) if training else None
         return rows, signs
 
@@ -1525,7 +1527,8 @@ class GPT(nn.Module):
         targets_BKT = targets[:, None]
         if view.further_targets:
             targets_BKT = torch.cat((targets_BKT, next_targets(targets, mask.segments_BT)), 1)
-        with torch.set_grad_enabled(view.training):     # validation runs training's graphs up to here
+        # Not earlier: without gradients every block would be compiled once more, for validation
+        with torch.set_grad_enabled(view.training):
             # unbind: its backward pass stacks the rows' gradients once; x[i] would add up B padded copies
             rows = zip(x.unbind(), targets_BKT.unbind(), log_lm.unbind(), log_copy.unbind())
             return sum(self.row_loss(*row, view, view.row + i) for i, row in enumerate(rows))
@@ -1535,7 +1538,7 @@ class GPT(nn.Module):
         """Loss of one row: [T, E], [K, T], [T] twice -> scalar, over all ids or candidates of its own."""
         w = self.embed
         if view.candidates:
-            # + 1: so that windows begin anywhere, whatever the sizes have in common
+            # + 1: else the walk would begin at few places if candidates and vocabulary have common factors
             start = row * (view.candidates + 1)
             ids, place_of_id = candidate_set(targets_KT[0], len(w), view.candidates, start)
             w = w.index_select(0, ids)
@@ -1615,7 +1618,7 @@ def matching_files(pattern: str, what: str) -> list[str]:
     for text in (pattern, os.path.expanduser(pattern.strip(" ,"))):
         if os.path.isdir(text):
             text = os.path.join(glob.escape(text), f"*{what}*.bin")
-        folder, name = os.path.split(text)       # brackets of an existing folder are no pattern
+        folder, name = os.path.split(text)       # [ and ] in the name of a folder that exists are no pattern
         for attempt in (glob.escape(text), os.path.join(glob.escape(folder), name), text):
             found = glob.glob(attempt)
             if found:
@@ -1625,7 +1628,7 @@ def matching_files(pattern: str, what: str) -> list[str]:
 
 def find_shards(patterns: str, what: str) -> list[str]:
     """Files of comma-separated patterns, sorted, each once. what: train or val. Raises Refusal for a pattern
-    without files. A comma may belong to a name: what matches nothing goes on after its comma."""
+    without files. A comma may belong to a name: if a of "a,b.bin" matches nothing, "a,b.bin" is tried."""
     texts = [patterns] if matching_files(patterns, what) else patterns.split(",")
     names, unmatched = [], ""
     for text in texts:
@@ -1638,7 +1641,8 @@ def find_shards(patterns: str, what: str) -> list[str]:
         raise Refusal(f"no {what} shards match {patterns:.200} (looked for {looked:.300}; in a folder: "
                       f"*{what}*.bin): name others with --{what}_files=PATTERN, or make some: python "
                       "data/cached_fineweb10B.py, or data/text.py --builtin --tokenizer=bytes, or --help")
-    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}      # links
+    # Of several names of one file (links) the first counts
+    first_name_of = {os.path.realpath(name): name for name in sorted(names, reverse=True)}
     return sorted(first_name_of.values())
 
 
@@ -1886,7 +1890,7 @@ def rows_at(c: Config, step: int) -> int:
 def candidates_at(c: Config, step: int) -> int:
     """Ids in the step's training softmax, a multiple of 128; 0 = full softmax."""
     share = stage_at(c, step).candidates
-    return min(c.padded_vocab, math.ceil(share * c.padded_vocab / 128) * 128)
+    return math.ceil(share * c.padded_vocab / 128) * 128
 
 
 def further_weights_at(c: Config, step: int) -> tuple[float, float]:
@@ -1922,7 +1926,8 @@ def momentum_at(c: Config, step: int) -> float:
 
 def ema_rate_at(c: Config, step: int) -> float:
     """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before
-    the last ema_frac of the run, then 1 (a copy), then 3 / its length: a time constant of a third of it."""
+    the last ema_frac of the run, then 1 (a copy), then 3 / (steps of that part), so that it looks back over
+    about a third of them."""
     length = c.ema_frac * c.num_steps
     steps_inside = step - max(0.0, c.num_steps - 1 - length)
     if c.ema_blend == 0 or steps_inside < 0:
@@ -2122,7 +2127,7 @@ class Store:
                 torch.save(tensors, file)
                 os.fsync(file.fileno())
             body = json.dumps(facts | dict(files={WEIGHTS: sha256_of(unfinished / WEIGHTS)})).encode()
-            digest = hashlib.sha256(body).hexdigest().encode()           # refuses it if a crash cuts it off
+            digest = hashlib.sha256(body).hexdigest().encode()           # so that a truncated file is refused
             (unfinished / "checkpoint.json").write_bytes(digest + b"\n" + body)
             self.last, self.failed = unfinished.rename(whole), False
             for old in sorted(self.folder.glob("step_*"))[:-2]:
@@ -2185,7 +2190,8 @@ def stop_signals() -> Iterator[list[int]]:
         received.append(number)
         for impatient in (signal.SIGTERM, signal.SIGINT):
             signal.signal(impatient, handlers_before[impatient])
-    # Under nohup SIGHUP stays ignored. Not in torchrun's ranks (leaders of sessions): it kills them after one
+    # Under nohup SIGHUP stays ignored, but not in torchrun's ranks (each leads a session): it kills these
+    # after a SIGHUP, so they must save
     keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or not keeps_hang_up:
@@ -2375,7 +2381,7 @@ def warmup(run: Run, log: RunLog) -> None:
         tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
         for _ in range(2):               # the first step compiles, the second records
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
-            log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
+        log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
     run.model(tokens, tokens.clone(), View(c.val_window_blocks))
     for t, before in saved:
@@ -2578,7 +2584,8 @@ def fit_memory(run: Run, log: RunLog) -> None:
     """Forward and backward of the largest micro-batch. Where a rank has no memory for it: fewer rows at once
     if micro_rows is auto, else a Failure that names what would do."""
     c, world = run.config, run.world
-    step = max(last_steps(c), key=lambda step: (rows_at_once(run, step), step))       # the last one: all ids
+    # Of equal micro-batches the last stage's: a softmax over all ids takes the most
+    step = max(last_steps(c), key=lambda step: (rows_at_once(run, step), step))
     while True:
         rows, out_of_memory = rows_at_once(run, step), torch.zeros((), device=world.device)
         tokens = torch.zeros(rows, c.row_tokens, dtype=torch.int32, device=world.device)
@@ -2590,11 +2597,12 @@ def fit_memory(run: Run, log: RunLog) -> None:
             bank.zero_grad()
         if not world.reduced(out_of_memory):
             return
-        advice = f"use --micro_rows={rows - 1} or auto" if rows > 1 else "use a smaller --row_tokens"
-        text = f"out of memory with {rows} rows of {c.row_tokens} tokens at once: {advice}"
-        if c.micro_rows or rows == 1:
-            raise Failure(text)
-        log.event("note: " + text)
+        text = f"out of memory with {rows} rows of {c.row_tokens} tokens at once"
+        if rows == 1:
+            raise Failure(f"{text}: use a smaller --row_tokens")
+        if c.micro_rows:
+            raise Failure(f"{text}: use --micro_rows={rows - 1} or auto")
+        log.event(f"note: {text}: trying {rows - 1}")
         run.micro_rows = rows - 1
 
 
@@ -2636,7 +2644,8 @@ def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iter
 
 
 def probe(run: Run) -> list[str]:
-    """What is wrong with the validation pass: predictions move that may not, or none does (the last case).
+    """What is wrong with the validation pass. Three cases: changes in other documents and in later tokens may
+    not move the loss, changes in the own context must.
     With random weights nothing is zero or saturated: any way from a changed token to a prediction moves it.
     Ids are drawn as text has them (Zipf's law), so that both copies and the softmax decide losses."""
     c, device = run.config, run.world.device
@@ -2816,7 +2825,7 @@ def compile_beside(argv: list[str]) -> int:
 # Parses the command line, enters the world, trains and leaves, with one message if it didn't end as planned.
 # Exit codes: 0 done, 1 failed, 2 refused, 128 + signal if one stopped it. An attempt changes nothing here.
 
-RECORD_GIB = 50                    # of GPU memory that the record needs: 43 on one H200, and some to spare
+RECORD_GIB = 60                    # of GPU memory that the record needs: 43 on one H200, and gaps besides
 
 def default_preset() -> str:
     """The preset of a run that names none."""

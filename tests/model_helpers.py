@@ -3,7 +3,6 @@
 Fresh models are zero in every output projection, so a test on them could not see half of the paths: `randomise` first.
 """
 import dataclasses
-import os
 
 import numpy as np
 import torch
@@ -152,7 +151,6 @@ def without_launcher(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(key, raising=False)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
 
 
 def replaced(config, **changes):

@@ -365,7 +365,7 @@ def test_flex_attention_over_the_block_lists_equals_dense_attention(tg, monkeypa
 
 
 def mass_case(T=64, D=16, dtype=FP32, device="cpu"):
-    """q, k (leaves), tokens, targets, segments for log_attention_mass: few tokens, so that many keys match."""
+    """q, k (leaves), tokens, targets, segments for copy_logsumexps: few tokens, so that many keys match."""
     tokens = random_tokens(2, T, seed=7, vocab=6, every=T // 3).to(device)
     q, k = (3 * normal(2, T, D, seed=seed) for seed in (5, 6))
     return *((t.to(device, dtype).requires_grad_()) for t in (q, k)), tokens, tokens.roll(-1, 1), tg_segments(tokens)
@@ -375,9 +375,9 @@ def tg_segments(tokens):
     return (tokens == EOD).cumsum(1, dtype=torch.int32)
 
 
-def mass_and_gradients(log_attention_mass, q, k, tokens, targets, mask, block):
+def mass_and_gradients(copy_logsumexps, q, k, tokens, targets, mask, block):
     """The two masses, and the gradients of a weighted sum of all that is finite in them."""
-    every, found = log_attention_mass(q, k, tokens, targets, mask, block)
+    every, found = copy_logsumexps(q, k, tokens, targets, mask, block)
     there = found > -100
     weights = normal(2, q.size(1), seed=8).to(q.device)
     total = (every * weights).sum() + (found.where(there, 0) * weights.flip(0)).sum()
@@ -388,7 +388,7 @@ def test_the_mass_of_attention_is_its_formula(tg):
     q, k, tokens, targets, segments = mass_case()
     mask = tg.dense_mask(segments, blocks(3), 8)
     every, found, there = (t.detach() for t in mass_and_gradients(
-        tg.log_attention_mass, q, k, tokens, targets, mask, 8)[:3])
+        tg.copy_logsumexps, q, k, tokens, targets, mask, 8)[:3])
     scores = torch.einsum("bid,bjd->bij", q.double(), k.double()) / 4
     for b in range(2):
         for i in range(64):
@@ -407,7 +407,7 @@ def test_the_mass_by_flex_attention_equals_the_dense_one(tg, monkeypatch):
     import torch.nn.attention.flex_attention as flex
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     q, k, tokens, targets, segments = mass_case(T=128)
-    found = [mass_and_gradients(tg.log_attention_mass, q, k, tokens, targets, build(segments, blocks(8), 16), 16)
+    found = [mass_and_gradients(tg.copy_logsumexps, q, k, tokens, targets, build(segments, blocks(8), 16), 16)
              for build in (tg.dense_mask, tg.block_mask)]
     for dense, fast in zip(*found):
         torch.testing.assert_close(fast, dense, rtol=0, atol=2e-5)
@@ -504,10 +504,10 @@ def test_compiled_flex_attention_equals_dense_attention_on_a_gpu(tg, small_tiles
 @pytest.mark.parametrize("small_tiles", [False, True])
 def test_the_mass_by_compiled_flex_attention_equals_the_dense_one_on_a_gpu(tg, small_tiles):
     q, k, tokens, targets, segments = mass_case(T=1024, D=128, dtype=torch.bfloat16, device="cuda")
-    compiled = torch.compile(tg.log_attention_mass, dynamic=False, fullgraph=True)
+    compiled = torch.compile(tg.copy_logsumexps, dynamic=False, fullgraph=True)
     masks = [build(segments, blocks(3).cuda(), 128) for build in (tg.dense_mask, tg.block_mask)]
     found = [mass_and_gradients(run, q, k, tokens, targets, mask._replace(small_tiles=small_tiles), 128)
-             for run, mask in zip((tg.log_attention_mass, compiled), masks)]
+             for run, mask in zip((tg.copy_logsumexps, compiled), masks)]
     for dense, fast in zip(*found):
         assert error(fast, dense) < 0.02
 

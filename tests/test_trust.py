@@ -197,14 +197,14 @@ def leak_in_shift(patch, tg, run, ndim):
 
 
 def leak_in_pointer(patch, tg, run):
-    real = tg.log_attention_mass
-    patch.setattr(tg, "log_attention_mass", lambda q, k, tokens, targets, mask, block: real(
+    real = tg.copy_logsumexps
+    patch.setattr(tg, "copy_logsumexps", lambda q, k, tokens, targets, mask, block: real(
         q, k, tokens, targets, next_too(mask), block))
 
 
 def leak_in_copied_tokens(patch, tg, run):
-    real = tg.log_attention_mass
-    patch.setattr(tg, "log_attention_mass", lambda q, k, tokens, *more: real(q, k, tokens.roll(-1, 1), *more))
+    real = tg.copy_logsumexps
+    patch.setattr(tg, "copy_logsumexps", lambda q, k, tokens, *more: real(q, k, tokens.roll(-1, 1), *more))
 
 
 def leak_in_value_embeddings(patch, tg, run):
@@ -309,7 +309,7 @@ def test_self_check_catches_ngrams_of_other_documents(tg, tmp_path, monkeypatch)
 def test_self_check_catches_a_model_that_ignores_its_context(tg, tmp_path, monkeypatch):
     run, log = built(tg, byte_run(tmp_path))
     monkeypatch.setattr(run.model, "hidden", lambda tokens, *_: torch.ones(*tokens.shape, 32))
-    monkeypatch.setattr(tg, "log_attention_mass", lambda q, *_: (q[..., 0], q[..., 0]))
+    monkeypatch.setattr(tg, "copy_logsumexps", lambda q, *_: (q[..., 0], q[..., 0]))
     with pytest.raises(tg.Failure, match="self-check: their own context changed"):
         tg.self_check(run, log)
 

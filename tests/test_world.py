@@ -1,5 +1,4 @@
 """Room 2: who this process is, from the launcher's variables; one process needs none of them."""
-import os
 import re
 import socket
 import stat
@@ -69,16 +68,6 @@ def test_a_rank_takes_the_gpu_of_its_number_on_this_host_and_a_stream_of_its_own
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
     assert tg.init_world() == tg.World(3, 4, gpu, 1) and tg.World(3, 4, gpu, 1).is_cuda
     assert taken == dict(device=gpu, stream="its own") and torch.backends.cuda.matmul.allow_tf32
-
-
-def test_the_allocator_setting_of_the_user_wins(tg, monkeypatch):
-    without_launcher(monkeypatch)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    tg.init_world()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    tg.init_world()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_a_compiler_is_found_on_the_path_or_named_by_cc(tg, monkeypatch, tmp_path):
