@@ -1277,16 +1277,16 @@ class View(NamedTuple):
     window: int                  # long window, in blocks; masks() makes a tensor of it
     candidates: int = 0          # ids in the training softmax, 0 = all
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
-    further_targets: bool = False      # whether the tokens after the next one are predicted too
     # What changes from step to step: tensors in training, so that a Recorder can record the pass
     row: int | Tensor = 0        # [], running number of this batch's first row: it picks the row's candidates
-    further_weights: Tensor | None = None      # [2], of the further targets' losses
+    further_weights: Tensor | None = None      # of the losses of further targets, one for each
 
 
-def next_targets(targets_BT: Tensor, segments_BT: Tensor) -> Tensor:
-    """Further targets, [B, 2, T]: what position t + 1 has as its target, and t + 2; -1 in another segment."""
-    found = []
-    for distance in (1, 2):
+def all_targets(targets_BT: Tensor, segments_BT: Tensor, num_further: int) -> Tensor:
+    """The targets [B, T] and further ones, those of positions t + 1, t + 2, .. of the same segment (else -1):
+    [B, 1 + num_further, T]."""
+    found = [targets_BT]
+    for distance in range(1, 1 + num_further):
         targets = targets_BT.masked_fill(~same_document(segments_BT, distance), -1)
         found.append(F.pad(targets[:, distance:], (0, distance), value=-1))
     return torch.stack(found, 1)
@@ -1524,9 +1524,8 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, tokens: Tensor, targets: Tensor, mask: Mask, view: View) -> Tensor:
         """Summed loss of final states [B, T, E], row by row."""
         log_lm, log_copy = self.pointer(x, tokens, targets, mask)
-        targets_BKT = targets[:, None]
-        if view.further_targets:
-            targets_BKT = torch.cat((targets_BKT, next_targets(targets, mask.segments_BT)), 1)
+        num_further = 0 if view.further_weights is None else len(view.further_weights)
+        targets_BKT = all_targets(targets, mask.segments_BT, num_further)
         # Not earlier: without gradients every block would be compiled once more, for validation
         with torch.set_grad_enabled(view.training):
             # unbind: its backward pass stacks the rows' gradients once; x[i] would add up B padded copies
@@ -1857,21 +1856,21 @@ class Stage(NamedTuple):
     window: int                       # of long layers, in blocks
     candidates: float                 # share of the vocabulary in the training softmax; 0 = full softmax
     batch_share: float = 1.0          # share of batch_tokens in a step, at most 1
-    # Multi-token prediction: weights of the losses of the second and third next token as the stage begins;
-    # they move linearly to those of the next stage. 0, 0: this stage predicts the next token only
-    further_weights: tuple[float, float] = (0.0, 0.0)
+    # Multi-token prediction: weights of the losses of the second, third, .. next token as the stage begins.
+    # They move linearly to those of the next stage
+    further_weights: tuple[float, ...] = ()
 
 
 RECORD = (
     #     until  clip  window candidates share  further_weights
     Stage(0.200, 896,  3,     0.2,       0.5,   (0.5, 0.25)),
-    Stage(0.667, 2048, 7,     0.2,       0.5,   (0.5, 0.0)),
+    Stage(0.667, 2048, 7,     0.2,       0.5,   (0.5,)),
     Stage(0.920, 2048, 11,    0.2,       1.0),
     Stage(1.000, 2048, 13,    0.0,       1.0))
 STAGES: dict[str, tuple[Stage, ...]] = {
     "record": RECORD,
     "sprint": tuple(stage._replace(batch_share=1.0) for stage in RECORD),
-    "plain": tuple(stage._replace(batch_share=share, further_weights=(0.0, 0.0))
+    "plain": tuple(stage._replace(batch_share=share, further_weights=())
                    for stage, share in zip(RECORD, (0.25, 0.5, 1.0, 1.0), strict=True))}
 
 def stage_at(c: Config, step: int) -> Stage:
@@ -1893,15 +1892,14 @@ def candidates_at(c: Config, step: int) -> int:
     return math.ceil(share * c.padded_vocab / 128) * 128
 
 
-def further_weights_at(c: Config, step: int) -> tuple[float, float]:
-    """Weights of the losses of the second and third next token: linear within a stage."""
+def further_weights_at(c: Config, step: int) -> tuple[float, ...]:
+    """Weights of the losses of further targets, linear within a stage: as many as the stage begins with."""
     stages, stage = STAGES[c.stages], stage_at(c, step)
     i = stages.index(stage)
     begin = stages[i - 1].until if i > 0 else 0.0
     done = (step / c.num_steps - begin) / (stage.until - begin)
-    (second, third), following = stage.further_weights, stages[min(i + 1, len(stages) - 1)]
-    next_second, next_third = following.further_weights
-    return second + (next_second - second) * done, third + (next_third - third) * done
+    following = stages[min(i + 1, len(stages) - 1)].further_weights + (0.0,) * len(stage.further_weights)
+    return tuple(first + (last - first) * done for first, last in zip(stage.further_weights, following))
 
 
 def cooldown_at(c: Config, step: int) -> float:
@@ -2315,8 +2313,7 @@ def train_view(run: Run, step: int) -> View:
     row, *weights = (torch.full((), number, device=world.device)
                      for number in (first_row, *further_weights_at(c, step)))
     return View(stage_at(c, step).window, candidates_at(c, step), training=True,
-                further_targets=any(stage_at(c, step).further_weights), row=row,
-                further_weights=torch.stack(weights))
+                row=row, further_weights=torch.stack(weights) if weights else row.new_empty(0))
 
 
 def rows_at_once(run: Run, step: int) -> int:

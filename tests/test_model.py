@@ -364,8 +364,11 @@ def test_fewer_candidates_give_a_smaller_loss_and_move_no_row_but_theirs_and_tho
 def test_further_targets_are_those_of_later_positions_of_the_segment(tg):
     targets = torch.tensor([[10, 11, 12, 13, 14, -1], [20, 21, 22, 23, 24, 25]])
     segments = torch.tensor([[1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1]])
-    assert tg.next_targets(targets, segments).tolist() == [
-        [[11, 12, -1, 14, -1, -1], [12, -1, -1, -1, -1, -1]], [[-1, 22, 23, 24, 25, -1], [-1, 23, 24, 25, -1, -1]]]
+    wanted = [[[11, 12, -1, 14, -1, -1], [12, -1, -1, -1, -1, -1]], [[-1, 22, 23, 24, 25, -1], [-1, 23, 24, 25, -1, -1]]]
+    for num_further in range(3):
+        found = tg.all_targets(targets, segments, num_further)
+        assert torch.equal(found[:, 0], targets)
+        assert found[:, 1:].tolist() == [rows[:num_further] for rows in wanted]
 
 
 @pytest.mark.parametrize("candidates", (0, 384))
@@ -374,13 +377,13 @@ def test_the_loss_of_further_targets_is_added_with_their_weights(tg, candidates)
     targets = F.pad(tokens[:, 1:], (0, 1), value=-1)
     asked, weights = view(training=True, candidates=candidates), torch.tensor([0.5, 0.25])
     plain = model(tokens, targets, asked)
-    both = model(tokens, targets, asked._replace(further_targets=True, further_weights=weights))
+    both = model(tokens, targets, asked._replace(further_weights=weights))
     segments = tg.segment_ids(tokens, EOD)
     x = model.hidden(tokens, segments, model.masks(segments, 100), False)
     log_p = (23 * torch.sigmoid((x @ model.embed.T + 5) / 7.5)).log_softmax(-1)
     wanted = 0.0
     for k, weight in enumerate(weights):
-        t = tg.next_targets(targets, segments)[:, k]
+        t = tg.all_targets(targets, segments, 2)[:, 1 + k]
         wanted -= weight * log_p.gather(2, t.clamp(min=0).long()[..., None])[..., 0][t >= 0].sum()
     assert float(both - plain) == pytest.approx(float(wanted), rel=1e-4) and float(wanted) > 10
 
@@ -407,7 +410,7 @@ def test_the_loss_at_initialisation_is_about_the_log_of_the_padded_vocabulary(vo
 def test_training_with_the_fused_head_gives_the_gradients_of_the_plain_one(tg):
     """The path of a GPU, uncompiled: HeadLoss over head_gradients instead of the reference."""
     model, tokens, targets = randomise(small_model()), random_tokens(2, 64), random_tokens(2, 64, seed=4)
-    asked, found = view(training=True, further_targets=True, further_weights=torch.tensor([0.5, 0.25])), []
+    asked, found = view(training=True, further_weights=torch.tensor([0.5, 0.25])), []
     for fused in (False, True):
         model.kernels = tg.Kernels(compile=fused)
         loss, gradients = loss_and_gradients(model, tokens, targets, asked)

@@ -124,7 +124,7 @@ def test_an_average_over_any_part_of_the_run_is_an_average(tg, frac):
 
 def test_weights_of_further_targets_are_linear_within_a_stage(tg, monkeypatch):
     use_stages(tg, monkeypatch, tg.Stage(0.5, 0, 3, 0.0, further_weights=(0.5, 0.25)),
-               tg.Stage(0.75, 0, 3, 0.0, further_weights=(0.5, 0.0)), tg.Stage(1.0, 0, 5, 0.0))
+               tg.Stage(0.75, 0, 3, 0.0, further_weights=(0.5,)), tg.Stage(1.0, 0, 5, 0.0))
     c = tg.Config(num_steps=80, stages="record")
     assert [tg.further_weights_at(c, step) for step in (0, 20, 40, 50, 60, 80)] == [
-        (0.5, 0.25), (0.5, 0.125), (0.5, 0.0), (0.25, 0.0), (0.0, 0.0), (0.0, 0.0)]
+        (0.5, 0.25), (0.5, 0.125), (0.5,), (0.25,), (), ()]
