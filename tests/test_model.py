@@ -364,7 +364,8 @@ def test_fewer_candidates_give_a_smaller_loss_and_move_no_row_but_theirs_and_tho
 def test_further_targets_are_those_of_later_positions_of_the_segment(tg):
     targets = torch.tensor([[10, 11, 12, 13, 14, -1], [20, 21, 22, 23, 24, 25]])
     segments = torch.tensor([[1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1]])
-    wanted = [[[11, 12, -1, 14, -1, -1], [12, -1, -1, -1, -1, -1]], [[-1, 22, 23, 24, 25, -1], [-1, 23, 24, 25, -1, -1]]]
+    wanted = [[[11, 12, -1, 14, -1, -1], [12, -1, -1, -1, -1, -1]],
+              [[-1, 22, 23, 24, 25, -1], [-1, 23, 24, 25, -1, -1]]]
     for num_further in range(3):
         found = tg.all_targets(targets, segments, num_further)
         assert torch.equal(found[:, 0], targets)
