@@ -214,7 +214,10 @@ def config_case(tg, files, seed):
         assert type(getattr(config, key)) is type(value) and getattr(config, key) == value, key
     assert overrides == {key: value for key, value in wanted if key != "preset"}
     if not small_enough(config):
-        assert parameters(config) <= 10 ** 10 and config.num_steps <= 10 ** 6 and config.batch_tokens <= 2 ** 26
+        assert config.num_steps <= 10 ** 6 and config.batch_tokens <= 2 ** 26
+        if parameters(config) > 10 ** 12:                # 4 TB: refused before a byte of it is allocated
+            with pytest.raises(tg.Refusal, match="parameters need .* GB on each rank"):
+                tg.check_memory(config, tg.World(), tg.Kernels())
         return "accepted, too large to try"
     try:
         run = tg.build(config, tg.World(), overrides)
