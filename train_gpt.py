@@ -696,7 +696,7 @@ def sums_by_id(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
 if triton is not None:
     @triton.jit
     def sums_by_id_kernel(ordered, place, grads, out, M, C, grads_stride, ROWS: tl.constexpr,
-                        COLUMNS: tl.constexpr):
+                          COLUMNS: tl.constexpr):
         """A program looks at one place in ordered, and if an id begins there, sums COLUMNS columns of its
         gradients, ROWS at a time. It goes on while all ROWS belonged to the id."""
         position = tl.program_id(0)
@@ -724,7 +724,7 @@ def fast_sums_by_id(ordered: Tensor, place: Tensor, grads: Tensor) -> Tensor:
     (M, C), out = grads.shape, torch.empty_like(grads)
     columns = min(1024, triton.next_power_of_2(C))
     sums_by_id_kernel[M, triton.cdiv(C, columns)](ordered, place, grads, out, M, C, grads.stride(0),
-                                                ROWS=4, COLUMNS=columns)
+                                                  ROWS=4, COLUMNS=columns)
     return out
 
 
@@ -852,7 +852,7 @@ def dense_scores(q_BTD: Tensor, k_BTD: Tensor, dense: Tensor) -> Tensor:
 
 
 def copy_logsumexps(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT: Tensor, mask: Mask,
-                   block: int) -> tuple[Tensor, Tensor]:
+                    block: int) -> tuple[Tensor, Tensor]:
     """Two logsumexps of q.k / sqrt(D), fp32 [B, T] each: over all keys that a query sees, and over those
     whose token is the query's target (near NO_MATCH: none is). Their difference: log p(a copy is the target).
     Fast path: FlexAttention is used for its logsumexp only, its output is thrown away. Two heads have
@@ -2628,8 +2628,8 @@ def random_weights(run: Run, tokens: Tensor, generator: torch.Generator) -> Iter
     rows = ids[ids < len(table) - 1].unique()            # the last one is nobody's
     places = [(p.data, rows if p is table else ...) for p in run.model.parameters()]
     saved = [p[place].clone() for p, place in places]
-    for p, place in places:
-        values = torch.empty_like(p[place]).normal_(generator=generator)
+    for (p, place), before in zip(places, saved):
+        values = torch.empty_like(before).normal_(generator=generator)
         if p.ndim < 2:
             values = 0.2 * values + 0.5
         elif place is not rows:

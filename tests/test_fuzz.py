@@ -111,7 +111,7 @@ def fitting(rng):
         val_tokens=rng.choice([0, 1, 2, 500, 1000]),
         num_layers=layers, no_attention_layers=without, value_layers=value, num_heads=rng.randrange(1, 4),
         head_dim=4 * rng.randrange(2, 5), qk_dim=4 * rng.randrange(2, 5), copy_dim=rng.choice([8, 9, 16]),
-        model_dim=rng.choice([16, 17, 32]), mlp_dim=rng.choice([1, 3, 64]), long_layers=long,
+        model_dim=rng.choice([16, 17, 32]), mlp_dim=rng.choice([16, 24, 64]), long_layers=long,
         table_rows=rng.choice([0, 1, 1, 50, 997, 997]), table_orders=rng.choice(["1", "2,3", "4", "2,3,4"]),
         num_steps=rng.choice([1, 2, 5, 300]), micro_rows=rng.choice([1, 2, 6, 100])).items()]
 
@@ -262,7 +262,7 @@ def test_random_command_lines_work_or_are_refused_in_a_line(tg, tmp_path, monkey
     files = write_small_shards(tmp_path)
     ends = campaign(lambda seed: config_case(tg, files, seed), seeds)
     assert sum(ends.values()) == len(seeds)
-    assert ends["worked"] >= len(seeds) // 10 and ends["refused as options"] >= len(seeds) // 4, ends
+    assert ends["worked"] >= len(seeds) // 8 and ends["refused as options"] >= len(seeds) // 4, ends
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
