@@ -112,7 +112,7 @@ run_tests() {
     local lint=0
     if [ -n "${TRAIN_GPT:-}" ] && [ -f "$start/$TRAIN_GPT" ]; then export TRAIN_GPT="$start/$TRAIN_GPT"; fi
     choose_python requirements.txt requirements-dev.txt
-    say "ruff and pytest with $python: 5 to 8 minutes on two cores; with --all 15 to 30"
+    say "ruff and pytest with $python: 6 to 10 minutes on two cores; with --all 15 to 30"
     "$python" -m ruff check --quiet . || lint=$?
     if [ $lint -eq 0 ]; then exec "$python" -m pytest "$@"; fi
     "$python" -m pytest "$@" || true

@@ -2466,7 +2466,7 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
                 clock.resume()
         ended, is_due = result["status"], False
         if c.checkpoint_every_steps:                      # then also at the end
-            is_due = ended or (step > first and step % c.checkpoint_every_steps == 0)
+            is_due = ended != "" or (step > first and step % c.checkpoint_every_steps == 0)
         if is_due or ended == "stopped":
             save_checkpoint(run, store, step, progress)
         if ended:

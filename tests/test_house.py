@@ -576,7 +576,7 @@ def test_tests_run_ruff_then_pytest_with_the_users_arguments(house):
     house.torch()
     add_test_tools(house)
     result = house.run("test", "--all", "-k", "a b", cwd="/")
-    assert "5 to 8 minutes on two cores; with --all" in result.stderr
+    assert "6 to 10 minutes on two cores; with --all" in result.stderr
     lines = result.stdout.splitlines()
     assert lines == ["ruff ['check', '--quiet', '.'] OMP=-", "pytest ['--all', '-k', 'a b'] OMP=-"]
 
