@@ -46,7 +46,8 @@ def test_the_sprint_is_the_record_on_one_gpu(tg):
 def test_small_is_the_sprint_with_less_memory(tg):
     sprint, small = (dataclasses.asdict(tg.parse_config([f"--preset={name}"])[0]) for name in ("sprint", "small"))
     assert {key: small[key] for key in small if small[key] != sprint[key]} == dict(
-        preset="small", row_tokens=16_384, micro_rows=1, table_rows=1_048_573)
+        preset="small", num_steps=1330, row_tokens=16_384, micro_rows=1, num_layers=5, long_layers=(1, 4),
+        value_layers=(4,), table_rows=1_048_573)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):

@@ -564,6 +564,21 @@ def test_a_product_in_fp8_is_near_the_one_in_bf16_and_has_its_gradients(tg, devi
 
 
 def test_fp8_takes_what_is_too_large_for_it_as_its_largest_number(tg):
-    x, w = torch.full((16, 16), 1000.0, dtype=torch.bfloat16), torch.eye(16, dtype=torch.bfloat16)
-    assert tg.linear(x, w, True, tg.HIDDEN_SCALE).unique().tolist() == [448.0]
+    x, w = torch.full((16, 16), 40_000.0, dtype=torch.bfloat16), torch.eye(16, dtype=torch.bfloat16)
+    assert tg.linear(x, w, True, tg.HIDDEN_SCALE).unique().tolist() == [448 * 64]
     assert tg.linear(-x, w, True, tg.X_SCALE).unique().tolist() == [-224.0]
+
+
+def test_fp8_cuts_off_no_hidden_state_that_a_trained_mlp_has(tg):
+    """A mile with products in bf16 ended with relu^2 up to 7,648 in its first layer (RMS about 9). Cut off at 448, they
+    grew to 94,720 within one run, since a gradient doesn't see the cut."""
+    x, w = torch.zeros(16, 16, dtype=torch.bfloat16), torch.eye(16, dtype=torch.bfloat16)
+    x[0, :5] = torch.tensor([0.25, 9.0, 449.0, 7648.0, 20_000.0])
+    y = tg.linear(x, w, True, tg.HIDDEN_SCALE)[0, :5].float()
+    assert ((y - x[0, :5].float()).abs() <= x[0, :5].float() / 16 + 1 / 16).all()
+    assert (y[1:] > 8).all()
+    hidden = F.relu(2.6 * normal(64, 3072, seed=1)).square().to(torch.bfloat16)      # rows of W1 have norms of 2.6
+    down = normal(64, 3072, seed=2).to(torch.bfloat16)
+    exact = F.linear(hidden, down).float()
+    error, least = ((tg.linear(hidden, down, True, scale) - exact).norm() for scale in (tg.HIDDEN_SCALE, 1 / 8))
+    assert error < 1.01 * least < 0.05 * exact.norm()            # small ones lose nothing by so small a scale
