@@ -183,6 +183,9 @@ SPRINT = dict(                 # small batches of one size, and rates to match
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": SPRINT,
+    "mile": SPRINT | dict(     # three minutes of one GPU
+        num_steps=2530, val_tokens=2 ** 22, target_loss=0.0, num_layers=9, long_layers=(3, 8),
+        no_attention_layers=(4, 6), value_layers=(1, 7, 8)),
     "small": SPRINT | dict(    # for a card of 24 GB
         num_steps=1330, row_tokens=16_384, micro_rows=1, num_layers=5, long_layers=(1, 4), value_layers=(4,),
         table_rows=1_048_573),
@@ -548,51 +551,9 @@ def mixed_cross_entropy(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor
     targets [K, T]: those of the next position, then K - 1 further ones, which add
     weight * -log softmax(z)[target] (multi-token prediction, Gloeckle et al. 2024, here by one head).
     It is the reference, and what validation uses everywhere."""
-    z = softcap(F.linear(x, w), cap_shift_width)
-    target_z = z.gather(1, targets_KT.clamp(min=0).long().t()).t()
-    log_p, has_target = target_z - z.logsumexp(1), targets_KT >= 0
-    loss = -(torch.logaddexp(log_lm + log_p[0], log_copy) * has_target[0]).sum()
-    for k in range(1, len(targets_KT)):
-        loss = loss - further_weights[k - 1] * (log_p[k] * has_target[k]).sum()
-    return loss
-
-
-def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
-    """scale * a8 [M, K] b8 [K, N] -> bf16. a8 row-major, b8 column-major: the hardware takes no other."""
-    scale_a = torch.full((), scale, dtype=torch.float32, device=a8.device)
-    scale_b = torch.full((), 1.0, dtype=torch.float32, device=a8.device)
-    return torch._scaled_mm(a8, b8, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
-
-
-# fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
-X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
-W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
-# e5m2 holds |dL / dlogits| up to 7. It is at most (1 + the sum of further targets' weights) x (the softcap's
-# steepest slope, cap / (4 width)): in the record 1.75 x 0.77 = 1.34
-G_SCALE = 8192.0
-# e4m3 holds an MLP's relu^2 up to 28,672; bf16 runs reach 7,648. Where it is cut off, gradients, which don't
-# see the cut, let it grow without end: 0.008 to 0.04 of loss with a scale of 1 (records/LOG.md)
-HIDDEN_SCALE = 1 / 64
-
-class Fp8Linear(torch.autograd.Function):
-    """linear with the product in fp8 (e4m3). Its gradients are bf16's: rounding counts as the identity."""
-    @staticmethod
-    def forward(ctx, x, w, x_scale):
-        ctx.save_for_backward(x, w)
-        x8 = (x * x_scale).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(0, -2)
-        w8 = (w * W_SCALE).to(torch.float8_e4m3fn).contiguous()
-        y = fp8_matmul(x8, w8.t(), 1 / (x_scale * W_SCALE), fast_sums=True)
-        return y.unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx, upstream):
-        x, w = ctx.saved_tensors
-        return upstream @ w, upstream.flatten(0, -2).t() @ x.flatten(0, -2), None
-
-
-def linear(x: Tensor, w: Tensor, fp8: bool, x_scale: float) -> Tensor:
-    """x [.., K] w^T for w [N, K] -> [.., N]. x_scale: what fp8 multiplies x by."""
-    return Fp8Linear.apply(x, w, x_scale) if fp8 else F.linear(x, w)
+    logits = F.linear(x, w)
+    losses, *_ = softmax_losses(logits, targets_KT, log_lm, log_copy, cap_shift_width, further_weights)
+    return losses.sum()
 
 
 def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Tensor,
@@ -614,6 +575,44 @@ def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Te
         losses = losses - (further_weights[:, None] * log_p[1:] * has_target[1:]).sum(0)
         blame = torch.cat((blame, further_weights[:, None].expand_as(log_p[1:])))
     return losses, logsumexp, blame * has_target
+
+
+def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
+    """scale * a8 [M, K] b8 [K, N] -> bf16. a8 row-major, b8 column-major: the hardware takes no other."""
+    scale_a = torch.full((), scale, dtype=torch.float32, device=a8.device)
+    scale_b = torch.full((), 1.0, dtype=torch.float32, device=a8.device)
+    return torch._scaled_mm(a8, b8, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
+
+
+# fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
+X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
+W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
+# e5m2 holds |dL / dlogits| up to 7. It is at most (1 + the sum of further targets' weights) x (the softcap's
+# steepest slope, cap / (4 width)): in the record 1.75 x 0.77 = 1.34
+G_SCALE = 8192.0
+# e4m3 holds an MLP's relu^2 up to 28,672; bf16 runs reach 7,648. Where it is cut off, gradients, which don't
+# see the cut, let it grow without end: with a scale of 1 a run ended 0.04 too high (records/LOG.md)
+HIDDEN_SCALE = 1 / 64
+
+class Fp8Linear(torch.autograd.Function):
+    """linear with the product in fp8 (e4m3). Its gradients are bf16's: rounding counts as the identity."""
+    @staticmethod
+    def forward(ctx, x, w, x_scale):
+        ctx.save_for_backward(x, w)
+        x8 = (x * x_scale).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(0, -2)
+        w8 = (w * W_SCALE).to(torch.float8_e4m3fn).contiguous()
+        y = fp8_matmul(x8, w8.t(), 1 / (x_scale * W_SCALE), fast_sums=True)
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, w = ctx.saved_tensors
+        return upstream @ w, upstream.flatten(0, -2).t() @ x.flatten(0, -2), None
+
+
+def linear(x: Tensor, w: Tensor, fp8: bool, x_scale: float) -> Tensor:
+    """x [.., K] w^T for w [N, K] -> [.., N]. x_scale: what fp8 multiplies x by."""
+    return Fp8Linear.apply(x, w, x_scale) if fp8 else F.linear(x, w)
 
 
 def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, blame: Tensor,

@@ -480,7 +480,7 @@ def test_a_gpu_without_bf16_matrix_units_is_refused(tg, monkeypatch):
 def test_small_presets_take_dense_attention_on_a_gpu_too(tg):
     """FlexAttention's kernels there want blocks of 128 and heads of 16 at least."""
     fits = {name: tg.parse_config([f"--preset={name}"])[0].fits_flex for name in tg.PRESETS}
-    assert fits == dict(record=True, sprint=True, small=True, demo=False, tiny=False)
+    assert fits == dict(record=True, sprint=True, mile=True, small=True, demo=False, tiny=False)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ class Room(NamedTuple):
 
 ROOMS = (
     Room("Door", 54, ()),
-    Room("Configuration", 175, ()),
+    Room("Configuration", 179, ()),
     Room("World", 68, ()),
-    Room("Kernels", 285, ()),
+    Room("Kernels", 281, ()),
     Room("Optimizer", 250, (2, 3)),
     Room("Model", 230, (1, 3, 4)),
     Room("Data", 196, ()),

@@ -264,12 +264,12 @@ SCALED_DOWN = ["--model_dim=32", "--num_heads=2", "--head_dim=16", "--qk_dim=16"
                "--table_rows=1021", "--val_tokens=0", "--vocab_size=257", "--eod_id=256", "--max_epochs=10000000"]
 
 
-@pytest.mark.parametrize("preset", ["tiny", "demo", "sprint", "record"])
+@pytest.mark.parametrize("preset", ["tiny", "demo", "sprint", "mile", "record"])
 def test_self_check_passes_in_each_presets_shape_and_catches_leaks_there(tg, tmp_path, monkeypatch, preset):
-    """Its layers, window and blocks; narrower, and with smaller rows for the two that want a GPU."""
+    """Its layers, window and blocks; narrower, and with smaller rows for those that want a GPU."""
     rows = ["--row_tokens=256", "--micro_rows=16", "--val_overlap=128", "--batch_tokens=4096"]
     files = [word for word in byte_run(tmp_path) if "_files=" in word or "_dir=" in word]
-    run, _ = built(tg, [f"--preset={preset}", *files, *SCALED_DOWN, *(rows if preset in ("sprint", "record") else [])])
+    run, _ = built(tg, [f"--preset={preset}", *files, *SCALED_DOWN, *(rows if preset not in ("tiny", "demo") else [])])
     assert tg.probe(run) == []
     for path in ("copy pointer", "20 tokens ahead"):
         with monkeypatch.context() as patch:
