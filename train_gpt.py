@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention import flex_attention as flex
 
 try:
     import triton
@@ -307,7 +307,7 @@ def check_config(c: Config) -> None:
     need(len(c.table_orders) > 0, "table_orders", "at least one number")
     need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
     cap, _, width = c.softcap
-    fits = 0 < cap <= min(80, 16 * width)        # else exp would leave fp32, or gradients fp8 (see G_SCALE)
+    fits = 0 < cap <= min(80, 16 * width)        # 80: exp stays in fp32; 16: G_SCALE allows a slope of 4
     need(fits, "softcap", "cap, shift, width with a cap more than 0, at most 80 and at most 16 widths")
 
 
@@ -424,8 +424,8 @@ class Kernels(NamedTuple):
     - a Python number that it gets (int, float or bool) has a new value,
     - a tensor has a new shape or dtype, or newly asks for a gradient,
     - two of its inputs are one tensor, and were not before.
-    So numbers that change during a run are passed as 0-D tensors, and no tensor is passed twice. A float that
-    never changes is not safe either: a cache on disk once gave another script's graph (records/LOG.md)."""
+    So numbers that change during a run are passed as 0-D tensors, and no tensor is passed twice. Numbers that
+    never change may be Python's, except in functions compiled with dynamic=True: see Optimizer.update."""
     compile: bool = False
     flex: bool = False                       # FlexAttention over lists of blocks instead of a dense mask
     fp8: bool = False                        # the MLPs' products; those of the output head in training
@@ -587,12 +587,11 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
 # fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
 X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
-# e5m2 holds |dL / dlogits| up to 7. It is at most (1 + the sum of further targets' weights) x (the softcap's
-# steepest slope, cap / (4 width)): in the record 1.75 x 0.77 = 1.34
+# e5m2 holds |dL / dlogits| up to 7. It is at most (1 + the sum of further targets' weights, in all stages at
+# most 0.75) x (the softcap's steepest slope, cap / (4 width), at most 4): in the record 1.75 x 0.77 = 1.34
 G_SCALE = 8192.0
-# e4m3 holds an MLP's relu^2 up to 28,672; bf16 runs reach 7,648. Where it is cut off, gradients, which don't
-# see the cut, let it grow without end: with a scale of 1 a run ended 0.04 too high (records/LOG.md)
-HIDDEN_SCALE = 1 / 64
+# e4m3 holds an MLP's relu^2 up to 28,672 (seen: 7,648). Cut off, it would grow: gradients don't see the cut
+HIDDEN_SCALE = 1 / 64   # records/LOG.md, "hidden states cut off at 448"
 
 class Fp8Linear(torch.autograd.Function):
     """linear with the product in fp8 (e4m3). Its gradients are bf16's: rounding counts as the identity."""
@@ -805,7 +804,7 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
     low = torch.maximum(blocks_where(last[:, None, :] < first[:, :, None]), farthest_key).clamp(min=0)
     full_low = torch.maximum(blocks_where(first[:, None, :] < last[:, :, None]), low)
     full_low = torch.minimum(full_low, i)
-    # Blocks of queries up to high begin in block i's last segment; up to full_high they end in its first one.
+    # Of keys: query blocks up to high begin in block i's last segment; up to full_high they end in its first.
     high = torch.minimum(blocks_where(first[:, None, :] <= last[:, :, None]) - 1, farthest_query)
     full_high = torch.minimum(blocks_where(last[:, None, :] <= first[:, :, None]) - 1, farthest_query)
     full_high = torch.maximum(full_high, i)
@@ -831,9 +830,9 @@ def flex_attend(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Mask, bloc
     segments, T = mask.segments_BT, mask.segments_BT.size(1)
     def allowed(b, h, i, j):
         return (i >= j) & (segments[b, i] == segments[b, j])
-    lists = BlockMask((T, T), *mask.blocks, BLOCK_SIZE=(block, block), mask_mod=allowed)
-    kernel_options = SMALL_TILES if mask.small_tiles else None
-    return flex_attention(q_BHTD, k_BHTD, v_BHTD, block_mask=lists, kernel_options=kernel_options, **more)
+    lists = flex.BlockMask((T, T), *mask.blocks, BLOCK_SIZE=(block, block), mask_mod=allowed)
+    tiles = SMALL_TILES if mask.small_tiles else None
+    return flex.flex_attention(q_BHTD, k_BHTD, v_BHTD, block_mask=lists, kernel_options=tiles, **more)
 
 
 def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Mask, scale: float, block: int) -> Tensor:
@@ -869,7 +868,7 @@ def copy_logsumexps(q_BTD: Tensor, k_BTD: Tensor, tokens_BT: Tensor, targets_BT:
     q, k = torch.stack((q_BTD, q_BTD), 1), torch.stack((k_BTD, k_BTD), 1)
     no_values = torch.zeros_like(k[..., :16])        # 16: the narrowest that the kernel takes
     y, aux = flex_attend(q, k, no_values, mask, block, score_mod=all_or_targets, scale=q.size(-1) ** -0.5,
-                         return_aux=AuxRequest(lse=True))
+                         return_aux=flex.AuxRequest(lse=True))
     # + 0 y: the backward pass can't be compiled without a gradient of the output (torch 2.11)
     return (aux.lse.float() + 0.0 * y[..., 0].float()).unbind(1)
 
@@ -898,7 +897,7 @@ class Group(NamedTuple):
     betas: tuple[float | None, float | None] = (None, None)
     eps: float | None = None
     # Cautious decay: where a step shrinks W, W loses the fraction decay x lr x lr besides (of muon's tall
-    # matrices sqrt(R / C) times that); in the record 1.2 x 0.031^2. So it falls faster than the steps do.
+    # matrices sqrt(R / C) times that); in the record 1.2 x 0.031^2. The decay falls faster than the steps do.
     decay: float = 0.0
     ema: bool = False            # the final weights are blended with their average over the end of the run
     matmul: bool = False         # these are matrices that multiply activations: utilisation counts them
@@ -1223,7 +1222,7 @@ class Optimizer:
         bank.steps += 1
         kind, available = bank.group.kind, rule_inputs(bank.group, bank.steps, lr_scale, momentum)
         # As 0-D CPU tensors: a float becomes part of the compiled graph. A new value then compiles a new
-        # graph or (seen with torch 2.13) gets one from the cache on disk that holds another script's value.
+        # one or, with dynamic=True (torch 2.13), gets one from the cache on disk with another script's value.
         numbers = {name: torch.tensor(available[name]) for name in RULES[kind].reads}
         bank.update(self.updates[kind], numbers)
 
@@ -1860,7 +1859,7 @@ class Stage(NamedTuple):
     candidates: float                 # share of the vocabulary in the training softmax; 0 = full softmax
     batch_share: float = 1.0          # share of batch_tokens in a step, at most 1
     # Multi-token prediction: weights of the losses of the second, third, .. next token as the stage begins.
-    # They move linearly to those of the next stage
+    # They move linearly to those of the next stage. Their sum is at most 0.75: see G_SCALE
     further_weights: tuple[float, ...] = ()
 
 
@@ -1926,8 +1925,8 @@ def momentum_at(c: Config, step: int) -> float:
 
 
 def ema_rate_at(c: Config, step: int) -> float:
-    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 0 before
-    the last ema_frac of the run, then 1 (a copy), then 3 / (steps of that part), so that it looks back over
+    """How far the exponential moving average (EMA) of the weights moves towards them after a step: 1 (a copy)
+    just before the last ema_frac of the run, 0 before that; in it 3 / (its steps), so that it looks back over
     about a third of them."""
     length = c.ema_frac * c.num_steps
     steps_inside = step - max(0.0, c.num_steps - 1 - length)
@@ -1946,6 +1945,7 @@ COMMAND_TIMEOUT_S = 5                    # for nvidia-smi and git, which may han
 WEIGHTS = "weights.pt"                   # a dict of tensors by "PARAMETER/KIND"
 CHECKPOINT_FACTS = ("step", "tokens", "position", "total_ms", "step_ms", "run", "files")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+SAME_CAUSE_S = 3                         # seconds between signals of one cause, at most
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "4090": 165, "L40S": 362}    # dense bf16
 
 def say(text: str, stream=None, end: str = "\n") -> None:
@@ -2183,16 +2183,18 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Yields a list, to which each signal that asks the run to stop adds its number. After the first, SIGTERM
-    and SIGINT act as before; not SIGHUP and SIGUSR1, which one cause may send twice (SLURM and launcher)."""
-    received = []
+    """Yields a list, to which each signal that asks the run to stop adds its number. One cause may send two
+    (SLURM and torchrun); SIGTERM or SIGINT later than SAME_CAUSE_S after the first ends the run at once."""
+    received, moments = [], []
     handlers_before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     def on_signal(number: int, frame) -> None:
         received.append(number)
-        for impatient in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(impatient, handlers_before[impatient])
-    # Under nohup SIGHUP stays ignored, but not in torchrun's ranks (each leads a session): it kills these
-    # after a SIGHUP, so they must save
+        moments.append(time.monotonic())
+        if number in (signal.SIGTERM, signal.SIGINT) and moments[-1] - moments[0] > SAME_CAUSE_S:
+            signal.signal(number, handlers_before[number])
+            signal.raise_signal(number)
+    # Under nohup SIGHUP stays ignored. Not in torchrun's ranks, of which each leads a session: torchrun does
+    # not ignore it and kills its ranks then, so they must save
     keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or not keeps_hang_up:
@@ -2460,11 +2462,11 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
                       f"step_avg:{clock.total_ms / step if step else math.nan:.2f}ms")
             need_finite(f"step {step}", {"the validation loss": loss})
             result |= dict(step=step, val_loss=loss, val_tokens=c.val_tokens)
-            if is_last:
-                result["status"] = "finished"
-            elif c.target_loss and loss <= c.target_loss:
-                reason = f"validation loss {loss:.4f} <= {c.target_loss}"
-                result |= dict(status="target_reached", reason=reason)
+            has_reached = c.target_loss > 0 and loss <= c.target_loss
+            if has_reached:
+                result["reason"] = f"validation loss {loss:.4f} <= {c.target_loss}"
+            if is_last or has_reached:
+                result["status"] = "finished" if is_last else "target_reached"
             else:
                 clock.resume()
         ended, is_due = result["status"], False
@@ -2584,9 +2586,9 @@ def fit_memory(run: Run, log: RunLog) -> None:
     """Forward and backward of the largest micro-batch. Where a rank has no memory for it: fewer rows at once
     if micro_rows is auto, else a Failure that names what would do."""
     c, world = run.config, run.world
-    # Of equal micro-batches the last stage's: a softmax over all ids takes the most
-    step = max(last_steps(c), key=lambda step: (rows_at_once(run, step), step))
     while True:
+        # Of equal micro-batches the last stage's: a softmax over all ids takes the most
+        step = max(last_steps(c), key=lambda step: (rows_at_once(run, step), step))
         rows, out_of_memory = rows_at_once(run, step), torch.zeros((), device=world.device)
         tokens = torch.zeros(rows, c.row_tokens, dtype=torch.int32, device=world.device)
         try:
@@ -2652,7 +2654,7 @@ def probe(run: Run) -> list[str]:
     if c.vocab_size < 3:
         return []                                        # no token can be changed into another
     num_rows = rows_at_once(run, c.num_steps)
-    if not run.kernels.compile:                          # any shape will do: one that meets all alignments
+    if not run.kernels.compile:          # any shape: half are short documents, which begin all over a block
         num_rows = math.ceil(2 * SHORT_DOCUMENT * c.block_tokens / c.row_tokens)
     shape, generator = (num_rows, c.row_tokens), torch.Generator(device).manual_seed(1)
     documents = probe_documents(num_rows * c.row_tokens, c.block_tokens, device)
@@ -2815,7 +2817,7 @@ def compile_beside(argv: list[str]) -> int:
     with torch.no_grad():
         for bank in run.optimizer.banks:
             bank.world = World()                                   # without collectives
-            bank.ids, bank.grads = tokens[0].long(), x[0]          # which only a RowBank reads
+            bank.ids, bank.grads = tokens[0].long(), x[0]       # for rows_update, which takes any width
             run.optimizer.update(bank, 0.0, 0.9)
     return 0
 
@@ -2869,8 +2871,8 @@ def main(argv: list[str]) -> int:
 def report(error: Exception, world: World | None, log: RunLog | None) -> int:
     """Say on console (once a host, where all ranks say it) and in the log why a run ended. -> exit code."""
     if isinstance(error, torch.OutOfMemoryError):
-        text = f"rank {world.rank}: out of memory; use a smaller --micro_rows, or auto ({error})"
-        error = Failure(text, one_rank=True)
+        rank = "" if world is None else f"rank {world.rank}: "
+        error = Failure(f"{rank}out of memory; use a smaller --micro_rows, or auto ({error})", one_rank=True)
     if world is None or world.local == 0 or error.one_rank:
         say(f"train_gpt: {error}", sys.stderr)
     status, exit_code = ("refused", 2) if isinstance(error, Refusal) else ("failed", 1)

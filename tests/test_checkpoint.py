@@ -1,4 +1,5 @@
 """Checkpoint and resume: the same run as never having stopped, or a refusal that names what does not fit."""
+import contextlib
 import gzip
 import hashlib
 import json
@@ -489,6 +490,17 @@ def test_a_launcher_that_is_hung_up_under_nohup_gets_a_checkpoint(tmp_path):
     assert code != 0 and len(checkpoints_in(tmp_path)) == 1, rest
 
 
+def test_ranks_that_get_sigterm_from_slurm_and_from_their_launcher_write_a_checkpoint(tmp_path):
+    process = start(byte_run(tmp_path, num_steps=1000), torchrun=["--standalone", "--nproc_per_node=2"])
+    wait_for(process, "step:20/1000 train_loss")
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(ranks) == 2
+    for rank in ranks:
+        os.kill(int(rank), signal.SIGTERM)
+    code, rest, _ = stop(process, signal.SIGTERM)
+    assert code != 0 and len(checkpoints_in(tmp_path)) == 1, rest
+
+
 @pytest.mark.parametrize("leads_session", [False, True])
 def test_an_ignored_hang_up_counts_only_where_a_launcher_made_a_session_for_the_rank(tg, leads_session):
     """nohup ignores it for good; torchrun, which passes it on, kills a rank that goes on."""
@@ -512,8 +524,35 @@ def test_signals_act_as_before_when_the_run_is_over(tg):
     with tg.stop_signals() as received:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
-        assert received == [signal.SIGUSR1] * 2 and signal.getsignal(signal.SIGTERM) == before[0]
+        assert received == [signal.SIGUSR1] * 2
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.mark.parametrize("number, ends", [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGHUP, False),
+                                          (signal.SIGUSR1, False)])
+def test_only_a_later_sigterm_or_sigint_ends_a_run_at_once(tg, monkeypatch, number, ends):
+    """SLURM signals all processes of a step, and torchrun its ranks besides: two at once are one request."""
+    class Ended(Exception):
+        pass
+
+    def end(number, frame):
+        raise Ended
+    before = signal.signal(number, end)
+    now = [100.0]
+    monkeypatch.setattr(tg.time, "monotonic", lambda: now[0])
+    try:
+        with tg.stop_signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+            now[0] += tg.SAME_CAUSE_S
+            signal.raise_signal(number)
+            assert received == [signal.SIGHUP, number]
+            now[0] += 0.1
+            with pytest.raises(Ended) if ends else contextlib.nullcontext():
+                signal.raise_signal(number)
+            assert received == [signal.SIGHUP, number, number]
+        assert signal.getsignal(number) == end
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_signal_while_profiling_leaves_checkpoint_and_trace(tmp_path):

@@ -149,6 +149,14 @@ def test_running_out_of_memory_is_a_failure_that_names_the_rank(tg, capfd, monke
         assert re.fullmatch(wanted, capfd.readouterr().err)
 
 
+def test_running_out_of_memory_before_the_rank_is_known_is_one_line_too(tg, capfd, monkeypatch, tmp_path):
+    def full(*args):
+        raise torch.OutOfMemoryError("no context")
+    monkeypatch.setattr(tg, "init_world", full)
+    assert tg.main([f"--log_dir={tmp_path}/logs"]) == 1
+    assert re.fullmatch(r"train_gpt: out of memory; .*\(no context\)\n", capfd.readouterr().err)
+
+
 def test_a_bug_is_not_dressed_up_as_a_refusal(tg, monkeypatch, tmp_path):
     def broken(config, world, log, overrides, argv):
         log.event("note: started")

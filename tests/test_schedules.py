@@ -1,5 +1,6 @@
 """Room 7: step -> stage, rows, rate, momentum, candidates, average; values at the borders."""
 import pytest
+import torch
 from model_helpers import replaced
 
 
@@ -128,3 +129,10 @@ def test_weights_of_further_targets_are_linear_within_a_stage(tg, monkeypatch):
     c = tg.Config(num_steps=80, stages="record")
     assert [tg.further_weights_at(c, step) for step in (0, 20, 40, 50, 60, 80)] == [
         (0.5, 0.25), (0.5, 0.125), (0.5,), (0.25,), (), ()]
+
+
+def test_further_targets_weigh_no_more_than_the_gradients_scale_allows(tg):
+    """G_SCALE, check_config's limit of the softcap and the stages' weights are three places for one bound."""
+    heaviest = max(sum(stage.further_weights) for stages in tg.STAGES.values() for stage in stages)
+    steepest = 16 / 4                                        # cap / (4 width), where check_config stops
+    assert heaviest <= 0.75 and tg.G_SCALE * (1 + 0.75) * steepest <= torch.finfo(torch.float8_e5m2).max

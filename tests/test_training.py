@@ -486,6 +486,22 @@ def test_rows_that_do_not_fit_are_fewer_where_that_is_auto_and_refused_where_not
     assert not any(bank.grad.any() for bank in run.optimizer.banks if bank.group.kind != "rows")
 
 
+def test_rows_are_made_to_fit_in_all_stages(tg, files, tmp_path):
+    """Nine rows don't fit, nor do four. The last stage then takes three at once, and one before it four of four."""
+    run, log = small_run(files, micro_rows=0, batch_tokens=9 * 64, num_steps=13), tg.RunLog(str(tmp_path), tg.World())
+    forward = run.model.forward
+
+    def limited(tokens, *more):
+        if len(tokens) > 3:
+            raise torch.OutOfMemoryError("full")
+        return forward(tokens, *more)
+    run.model.forward = limited
+    tg.fit_memory(run, log)
+    log.close()
+    assert [tg.rows_at_once(run, step) for step in tg.last_steps(run.config)] == [2, 2, 3, 3]
+    assert [int(n) for n in re.findall(r"memory with (\d+) rows", log.path.read_text())] == [9, 4]
+
+
 @pytest.mark.parametrize("steps", [20, 21, 60])
 def test_after_twenty_steps_the_log_says_how_long_the_run_takes(tg, files, tmp_path, monkeypatch, steps):
     """Tokens to come at the pace of the tokens so far, as later steps are larger."""
@@ -569,6 +585,7 @@ def test_a_loss_that_equals_the_target_has_reached_it(tg, files, tmp_path, monke
     monkeypatch.setattr(tg, "evaluate", lambda run: loss)
     answer = call_main(small_options(**files, num_steps=4, val_every_steps=2, target_loss=2.5), tmp_path)
     assert (answer.result["status"], answer.result["step"]) == (status, 0 if status == "target_reached" else 4)
+    assert (answer.result["reason"] == "") == (status == "finished")
 
 
 def test_reaching_the_target_stops_and_says_so(tg, files, tmp_path, monkeypatch):
@@ -594,6 +611,7 @@ def test_reaching_the_target_stops_and_says_so(tg, files, tmp_path, monkeypatch)
 def test_a_target_met_at_the_last_step_is_a_finished_run(files, tmp_path):
     answer = call_main(small_options(**files, num_steps=2, target_loss=100.0, val_every_steps=0), tmp_path)
     assert answer.code == 0 and answer.result["status"] == "finished" and answer.result["step"] == 2
+    assert answer.result["reason"] == f"validation loss {answer.result['val_loss']:.4f} <= 100.0"
 
 
 def test_validation_does_not_count_as_training_time(tg, files, tmp_path, monkeypatch):
