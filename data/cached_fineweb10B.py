@@ -44,7 +44,8 @@ def parse(argv):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", nargs="?", type=count, default=9, metavar="N", help="training shards (9)")
     here = Path(__file__).resolve().parent
-    parser.add_argument("--out", default=here / "fineweb10B", help="folder (data/fineweb10B)")
+    parser.add_argument("--out", type=shards.folder_name, default=here / "fineweb10B",
+                        help="folder (data/fineweb10B)")
     parser.add_argument("--jobs", type=jobs, default=4, help="files at a time (4)")
     return parser.parse_args(argv)
 

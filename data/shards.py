@@ -179,6 +179,11 @@ def as_ids(tokens):
     return array.astype("<u2", copy=False)
 
 
+def folder_name(text):
+    """The Path that a flag such as --out=~/x names: bash leaves a ~ after = as it is."""
+    return Path(os.path.expanduser(text))
+
+
 def sync_folder(folder):
     """Make renames in `folder` durable, where the system can."""
     try:
@@ -272,7 +277,8 @@ class ShardWriter:
 
     def discard(self):
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):      # a full disk: closing writes what is still held
+                self._file.close()
             self._temp(self.name(len(self.shards))).unlink(missing_ok=True)
             self._file = None
         for shard in self.shards:

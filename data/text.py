@@ -21,10 +21,12 @@ written in a text are plain text.
 Output: train_%06d.bin, val_%06d.bin and dataset.json (see data/README.md). The split goes by a hash of each
 document's content, so equal documents never lie on both sides. All files get their names at the very end: a
 run that fails leaves nothing. --overwrite replaces the files that the folder's dataset.json lists, and no
-others. The result depends on the inputs and the seed alone, not on the machine or the number of threads.
+others. The result depends on the inputs and the seed alone, not on the machine or the number of threads. One
+run at a time writes into a folder: another one is refused, or, with --builtin, waits and takes what is there.
 """
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import os
 import platform
@@ -52,6 +54,7 @@ DEFAULT_SHARD_TOKENS = 100_000_000
 MANY_BYTES = 50_000_000         # input that takes more than a few seconds
 FEW_VAL_TOKENS = 1000           # a loss over fewer tokens is known to about 0.1 at best: worth a note
 SPOOL = "tokens.bin" + shards.TEMP_SUFFIX
+LOCK = "lock.bin" + shards.TEMP_SUFFIX          # in the folder while a run writes there
 OWN_TEMP = re.compile(r"((fineweb_)?(train|val)_\d{6}|tokens)\.bin" + re.escape(shards.TEMP_SUFFIX))
 TIKTOKEN_SECONDS = 60
 TOO_MANY_IDS = ("cl100k_base", "o200k_base", "o200k_harmony")      # tiktoken's, 16 bits can't hold them
@@ -234,20 +237,52 @@ def check_free(out, overwrite, own=()):
     return [*listed, *own]
 
 
-def prepare_folder(out, overwrite, own=()):
-    """Make the output folder; clear temporary files of an earlier run.
+def take_lock(out, wait):
+    """The lock file of the folder `out`, open and locked; while another run has it, waits or is refused."""
+    while True:
+        lock = open(out / LOCK, "ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if not wait:
+                lock.close()
+                raise InputError(f"--out={out}: another run writes there; wait for it or take another "
+                                 "--out") from error
+            shards.tell(f"note: {out}: another run writes there; waiting for it", sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            return lock                 # this file system has no locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(out / LOCK)):
+                return lock
+        lock.close()                    # the run that had it removed it: not the one that others will find
 
-    Returns the names that will be replaced.
-    """
-    replaced = check_free(out, overwrite, own)
+
+@contextlib.contextmanager
+def locked_folder(out, wait=False):
+    """Make the output folder, for one run at a time; clear temporary files of an earlier one."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(out, wait)
     except OSError as error:
-        raise InputError(f"--out={out}: can't be made ({error.strerror or error})") from error
-    for temp in out.iterdir():
-        if OWN_TEMP.fullmatch(temp.name):
-            temp.unlink()
-    return replaced
+        raise InputError(f"--out={out}: can't be made or written ({error.strerror or error})") from error
+    with lock:
+        try:
+            for temp in out.iterdir():
+                if OWN_TEMP.fullmatch(temp.name):
+                    temp.unlink()
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)
+
+
+def is_made(out, how):
+    """True when the folder `out` holds a whole data set that was made in just this way."""
+    dataset = shards.read_dataset(out)
+    if not dataset or dataset.get("how") != how:
+        return False
+    files = {out / x["file"]: x["sha256"] for side in ("train", "val") for x in dataset[side]["shards"]}
+    return all(path.is_file() and shards.sha256_file(path) == sha256 for path, sha256 in files.items())
 
 
 def spool_tokens(documents, tokenizer, path, seed, threads, meter):
@@ -300,6 +335,11 @@ def build(documents, tokenizer, out, *, split, train_name, val_name, shard_token
         if not len(keys):
             raise InputError("no document found: nothing to write")
         is_val, is_dropped = split(keys, lengths)
+        num_val, num_train = int(lengths[is_val].sum()), int(lengths[~is_val & ~is_dropped].sum())
+        if num_train <= num_val:
+            raise InputError(f"{num_train:,} training tokens would be left beside {num_val:,} of validation, "
+                             f"{int(is_dropped.sum()):,} documents dropped as exact copies of validation "
+                             "documents; add text, or make validation smaller (--help)")
         write_sides(np.memmap(spool, "<u2", "r"), keys, lengths, is_val, is_dropped, hash_order, writers)
         for name in [shards.DATASET_FILE, *replaced]:
             (out / name).unlink(missing_ok=True)
@@ -390,7 +430,8 @@ def cores():
 def add_common_arguments(parser, out):
     parser.add_argument("--tokenizer", default="gpt2", help="bytes, or a tiktoken encoding for 16-bit ids "
                                                             "(gpt2)")
-    parser.add_argument("--out", type=Path, default=out, help=f"folder for the shards (default {out})")
+    parser.add_argument("--out", type=shards.folder_name, default=out,
+                        help=f"folder for the shards (default {out})")
     parser.add_argument("--field", default="text", help="JSON field or parquet column that holds the text "
                                                         "(text)")
     parser.add_argument("--shard-tokens", type=whole(1, shards.MAX_SHARD_TOKENS),
@@ -401,7 +442,7 @@ def add_common_arguments(parser, out):
                         help="replace the files that the dataset.json in the folder lists")
 
 
-def build_and_tell(documents, args, out, meter, *, how, own=(), **options):
+def build_and_tell(documents, args, out, meter, *, how, **options):
     """build() with the command line's common arguments, the notes and the last line. Returns 0."""
     start = time.monotonic()
 
@@ -411,13 +452,19 @@ def build_and_tell(documents, args, out, meter, *, how, own=(), **options):
         meter.notes.clear()
 
     tokenizer = load_tokenizer(args.tokenizer)
-    replaced = prepare_folder(out, args.overwrite, own)
-    if meter.total_bytes > MANY_BYTES:          # else they come at the end, so that a refusal is one line
-        say_notes()
-        shards.tell(f"reading {meter.total_bytes / 1e6:,.0f} MB with {args.threads} threads", sys.stderr)
     how |= versions("numpy", *tokenizer.packages)
-    dataset, num_dropped = build(documents, tokenizer, out, shard_tokens=args.shard_tokens,
-                                 threads=args.threads, meter=meter, how=how, replaced=replaced, **options)
+    is_builtin = how.get("builtin", False)
+    with locked_folder(out, wait=is_builtin):
+        # a builtin corpus can be made again at any time
+        replaced = check_free(out, args.overwrite, builtin_files(out) if is_builtin else ())
+        if is_builtin and not args.overwrite and is_made(out, how):
+            shards.tell(f"{out}: is there already, whole (--overwrite makes it again)")
+            return 0
+        if meter.total_bytes > MANY_BYTES:      # else they come at the end, so that a refusal is one line
+            say_notes()
+            shards.tell(f"reading {meter.total_bytes / 1e6:,.0f} MB with {args.threads} threads", sys.stderr)
+        dataset, num_dropped = build(documents, tokenizer, out, shard_tokens=args.shard_tokens,
+                                     threads=args.threads, meter=meter, how=how, replaced=replaced, **options)
     num_val = dataset["val"]["tokens"]
     if num_val < FEW_VAL_TOKENS:
         meter.notes.append(f"validation holds only {num_val:,} tokens, so its loss will say little; add "
@@ -477,10 +524,9 @@ def main(argv):
         raise InputError("name files, folders, patterns or - as inputs, or use --builtin alone (--help tells "
                          "more)")
     out = args.out or here / ("builtin" if args.builtin else "text")
-    meter, own = Meter(), ()
+    meter = Meter()
     if args.builtin:
         documents, num_val = builtin_pieces(args.val_fraction, args.seed)
-        own = builtin_files(out)        # they can be made again at any time
         what = "whole documents"
 
         def split(keys, lengths):
@@ -494,7 +540,7 @@ def main(argv):
             return split_by_hash(keys, lengths, args.val_fraction)
     how = {"argv": argv, "builtin": args.builtin, "seed": args.seed,
            "split": f"by hash of {what}, fraction {args.val_fraction}"}
-    return build_and_tell(documents, args, out, meter, how=how, own=own, split=split, seed=args.seed,
+    return build_and_tell(documents, args, out, meter, how=how, split=split, seed=args.seed,
                           train_name="train_{:06d}.bin".format, val_name="val_{:06d}.bin".format,
                           hash_order=not args.no_shuffle)
 

@@ -15,6 +15,7 @@ web repeats itself); text.py makes sets without any. --no-overlap leaves this pa
 """
 import argparse
 import glob
+import hashlib
 import os
 import re
 import sys
@@ -202,38 +203,59 @@ def same_document(one, other):
     return np.array_equal(a[:size], b[:size])
 
 
+def content_hash(tokens):
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+
+
 def find_overlap(val, train):
     """(validation documents, copies in train, others that begin alike, example line) over two lists of
     Report.
     """
+    val_tokens = [np.asarray(shards.read_tokens(report.path)) for report in val]
     hashes, places = [], []
     for number, report in enumerate(val):
-        value, starts = openings(shards.read_tokens(report.path), report.starts, report.opening)
+        value, starts = openings(val_tokens[number], report.starts, report.opening)
         hashes.append(value)
         places.append(np.stack((np.full(len(starts), number), starts), axis=1))
     hashes, places = np.concatenate(hashes), np.concatenate(places)
     order = np.argsort(hashes, kind="stable")
     hashes, places = hashes[order], places[order]
-    copies, alike, example = set(), set(), None
-    for report in train:
-        tokens = shards.read_tokens(report.path)
-        value, starts = openings(tokens, report.starts, report.opening)
-        for hit in np.flatnonzero(np.isin(value, hashes)):
-            train_document = document_at(tokens, report.starts, starts[hit])
-            low, high = (int(np.searchsorted(hashes, value[hit], side)) for side in ("left", "right"))
+    copies, is_alike, example = set(), np.zeros(len(hashes), dtype=bool), None
+    groups = {}         # opening hash: (content hash: places; places that a file cuts off; all places)
+
+    def val_document(place):
+        number, start = places[place]
+        return document_at(val_tokens[number], val[number].starts, start)
+
+    def group_of(value):
+        if value not in groups:
+            low, high = (int(np.searchsorted(hashes, value, side)) for side in ("left", "right"))
+            same, cut = {}, []
             for place in range(low, high):
-                if place in copies:
-                    continue
-                number, start = places[place]
-                other = val[number]
-                val_document = document_at(shards.read_tokens(other.path), other.starts, start)
-                if same_document(val_document, train_document):
-                    copies.add(place)
-                    example = example or (f"the document at position {start:,} of {other.path} is the one at "
-                                          f"{int(starts[hit]):,} of {report.path}")
-                else:
-                    alike.add(place)
-    return len(hashes), len(copies), len(alike - copies), example
+                document, is_cut = val_document(place)
+                same.setdefault(content_hash(document), []).append(place)
+                if is_cut:
+                    cut.append(place)
+            groups[value] = same, cut, range(low, high)
+        return groups[value]
+
+    for report in train:
+        tokens = np.asarray(shards.read_tokens(report.path))
+        value, starts = openings(tokens, report.starts, report.opening)
+        is_alike |= np.isin(hashes, value)
+        for hit in np.flatnonzero(np.isin(value, hashes)):
+            same, cut, members = group_of(value[hit])
+            document, is_cut = document_at(tokens, report.starts, starts[hit])
+            found = same.pop(content_hash(document), [])
+            # token by token only where a file cuts one of the two off
+            found += [place for place in (members if is_cut else cut)
+                      if place not in copies and same_document(val_document(place), (document, is_cut))]
+            copies.update(found)
+            if found and not example:
+                number, start = places[found[0]]
+                example = (f"the document at position {start:,} of {val[number].path} is the one at "
+                           f"{int(starts[hit]):,} of {report.path}")
+    return len(hashes), len(copies), int(is_alike.sum()) - len(copies), example
 
 
 def is_validation(path):

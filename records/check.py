@@ -27,6 +27,7 @@ from datetime import datetime
 from decimal import Decimal, InvalidOperation
 from itertools import accumulate, groupby
 from pathlib import Path
+from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -54,7 +55,7 @@ CLAIM_KEYS = {               # kind: (required keys, further allowed keys)
 TABLE_BEGIN, TABLE_END = "<!-- table: written by check.py -->", "<!-- end of table -->"
 TABLE_HEAD = ("| date | folder | kind | hardware | data | target | n | val loss (sd) | p | seconds (sd) | "
               "ratio to baseline [95%] |\n|---|---|---|---|---|---|---|---|---|---|---|")
-_FOLDER_NAME = re.compile(r"(\d{4}-\d{2}-\d{2})_(\w+)")
+_FOLDER_NAME = re.compile(r"(\d{4}-\d{2}-\d{2})_(.+)")
 _CLAIM_BLOCK = re.compile(r"^```claim[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -617,7 +618,7 @@ def _row(report: Report, claim: dict, target, n: str, loss: str, p: str, time: s
     date, title = dated.groups() if dated else ("", name)
     kind = f"run ({NOT_A_RECORD})" if report.kind == "run" else report.kind
     shown_target = f"{target:g}" if isinstance(target, float) else target or ""
-    cells = [date, f"[{title}]({name}/)", kind, claim["hardware"], claim["data"], shown_target, n, loss, p,
+    cells = [date, f"[{title}]({quote(name)}/)", kind, claim["hardware"], claim["data"], shown_target, n, loss, p,
              time, ratio_text]
     return "| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |"
 

@@ -202,7 +202,9 @@ def run_tool(main: Callable[[], int]) -> None:
         status = 128 + signal.SIGPIPE
     except OSError as error:
         with contextlib.suppress(OSError):
-            print(f"{name}: the output can't be written ({error.strerror})", file=sys.stderr)
+            is_output = error.errno and not error.filename   # a file that can't be opened names itself
+            what = f"the output can't be written ({error.strerror})" if is_output else error
+            print(f"{name}: {what}", file=sys.stderr)
         status = 1
     drop_dead_output()
     sys.exit(status)

@@ -132,7 +132,7 @@ def compare_losses(a: list[Log], b: list[Log]) -> list[str]:
     if end > start:
         lines.append("  at equal timed seconds (linear between validations)")
         for i in range(NUM_TIMES):
-            seconds = start + (end - start) * i / (NUM_TIMES - 1)
+            seconds = min(end, start + (end - start) * i / (NUM_TIMES - 1))      # the sum may round up
             lines.append(_difference_line(f"    {seconds:.1f} s", [loss_at(log, seconds) for log in a],
                                           [loss_at(log, seconds) for log in b]))
     else:

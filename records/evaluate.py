@@ -21,6 +21,7 @@ an ending that does not is refused.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -39,10 +40,43 @@ MAX_LOSS_ERROR = 1e-2       # relative, of the loss against these probabilities:
 
 # ---- loss --------------------------------------------------------------------------------------------------
 
+def find_shards(files: str) -> list[str]:
+    """The trainer's find_shards. Raises Refusal that names this tool's options."""
+    tg = checkpoints.import_trainer()
+    try:
+        return tg.find_shards(files, "val")
+    except tg.Refusal:
+        raise tg.Refusal(f"no val shards match {files:.200} from {Path.cwd()} (in a folder: *val*.bin): name "
+                         "others with --files=PATTERN, or in --slices") from None
+
+
+def run_files(loaded) -> str:
+    """The run's own validation files, looked for from here, then from the repository's root, where its
+    relative patterns may begin. Raises Refusal when they are not there or are others than the run's."""
+    tg, entries = checkpoints.import_trainer(), loaded.facts["run"]["data"]["val"]["files"]
+    absent = foreign = None
+    for folder in (Path.cwd(), checkpoints.ROOT):
+        try:
+            with contextlib.chdir(folder):
+                paths = find_shards(loaded.config.val_files)
+        except tg.Refusal as error:
+            absent = absent or error
+            continue
+        for path, entry in itertools.zip_longest(paths, entries):
+            found, then = tg.fingerprint(path) if path else "missing", entry["fingerprint"] if entry else "none"
+            if found != then:
+                foreign = tg.Refusal(f"{path or entry['file']}: its fingerprint is {found}, in the run it was "
+                                     f"{then}: not the run's validation files; name files with --files=PATTERN")
+                break
+        else:
+            return ",".join(paths)
+    raise foreign or absent
+
+
 def open_shards(loaded, files: str):
     """The token stream of the files. Raises Refusal unless they were made with the model's own tokenizer."""
     tg, c = checkpoints.import_trainer(), loaded.config
-    stream = tg.TokenStream(tg.find_shards(files, "val"), c.vocab_size)
+    stream = tg.TokenStream(find_shards(files), c.vocab_size)
     own = (checkpoints.tokenizer_name(loaded), c.vocab_size, c.eod_id)
     for folder in sorted({Path(path).parent for path in stream.paths}):
         card = tg.dataset_card([str(folder / "any.bin")])
@@ -214,7 +248,8 @@ def read_items(path) -> list[dict]:
             item = json.loads(line)
             ctx, endings, label = item["ctx"], item["endings"], int(item["label"])
             are_texts = isinstance(ctx, str) and all(isinstance(ending, str) and ending for ending in endings)
-            if not (are_texts and 0 <= label < len(endings)):
+            is_index = type(item["label"]) in (int, str) and 0 <= label < len(endings)     # not 0.9, not true
+            if not (are_texts and isinstance(endings, list) and is_index):
                 raise ValueError
             "".join([ctx, *endings]).encode()                # half a surrogate pair is no text
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -299,7 +334,7 @@ def main() -> int:
             num_targets = args.tokens
         else:
             num_targets = 0 if args.files else c.val_tokens
-        found = loss_on(loaded, args.files or c.val_files, num_targets, row_tokens, overlap)
+        found = loss_on(loaded, args.files or run_files(loaded), num_targets, row_tokens, overlap)
         bits = f", {found['bits_per_byte']:.4f} bits per byte" if found["bits_per_byte"] else ""
         print(f"{found['loss']:.4f} nats per token over {found['targets']:,} targets{bits}")
     return 0

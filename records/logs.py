@@ -14,6 +14,7 @@ A log is three parts between two fences (a line of exactly 100 '='; a source may
 checker refuses it. Needs the standard library only.
 """
 
+import bisect
 import hashlib
 import json
 import math
@@ -154,17 +155,20 @@ class Log:
         return tuple((entry["fingerprint"], entry["tokens"]) for entry in files)
 
     def tokens_at(self, step: int) -> float:
-        """Tokens trained on after `step` steps: as logged (tokens:N on the line), else batch_tokens * step
-        where that agrees with the run's total, else the total spread evenly over the steps. NaN when the log
-        can't say."""
-        for point in self.validation + self.training:
-            if point.step == step and "tokens" in point.fields:
-                return point.fields["tokens"]
-        batch_tokens = self.config.get("batch_tokens")
+        """Tokens trained on after `step` steps: as logged (tokens:N on lines, the total in the result), on a
+        straight line between and behind such steps; batch_tokens * step in a log without any. NaN when the
+        log can't say."""
+        known = {0: 0.0} | {point.step: point.fields["tokens"] for point in self.validation + self.training
+                            if "tokens" in point.fields}
         if self.result and self.result.get("tokens_trained") and self.result["step"]:
-            if batch_tokens is None or batch_tokens * self.result["step"] != self.result["tokens_trained"]:
-                return self.result["tokens_trained"] * step / self.result["step"]
-        return math.nan if batch_tokens is None else float(batch_tokens * step)
+            known[self.result["step"]] = float(self.result["tokens_trained"])
+        if len(known) == 1:
+            batch_tokens = self.config.get("batch_tokens")
+            return math.nan if batch_tokens is None else float(batch_tokens * step)
+        steps = sorted(known)
+        i = min(max(1, bisect.bisect_left(steps, step)), len(steps) - 1)
+        before, after = steps[i - 1], steps[i]
+        return known[before] + (known[after] - known[before]) * (step - before) / (after - before)
 
     def seconds_to(self, loss: float) -> float | None:
         """Timed seconds until the validation loss first passes `loss`, linear between validations; None if

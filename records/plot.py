@@ -16,7 +16,9 @@ Okabe and Ito, told apart by line style too; pictures are made to be read at 800
 
 import argparse
 import csv
+import glob
 import math
+import os
 import statistics
 import sys
 from dataclasses import dataclass
@@ -51,6 +53,11 @@ def pyplot():
     from matplotlib import pyplot as plt
     plt.rcParams.update(FONT)
     return plt
+
+
+def as_label(text: str) -> str:
+    """A name for a picture: $ begins no formula, and a first _ does not hide it from the legend."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def mean_curve(logs: list[Log]) -> dict[str, list[float]]:
@@ -96,7 +103,7 @@ def draw_runs(groups: list[tuple[str, list[Log]]]):
     steps = figure.add_subplot(grid[1, :])
     for i, ((label, logs), curve) in enumerate(zip(groups, curves, strict=True)):
         look = dict(color=COLOURS[i % len(COLOURS)], linestyle=STYLES[(i // len(COLOURS) + i) % len(STYLES)])
-        name = f"{label} (n = {len(logs)})"
+        name = as_label(f"{label} (n = {len(logs)})")
         for axes, key, scale in ((by_time, "seconds", 1), (by_tokens, "tokens", 1e6)):
             x = [value / scale for value in curve[key]]
             axes.plot(x, curve["loss"], marker="o", markersize=3.5, label=name, **look)
@@ -223,7 +230,8 @@ def _figure_of(row: dict, where: str) -> Scale:
 
 
 def _point_of_logs(row: dict, table: Path) -> Scale:
-    paths = sorted(table.parent.glob(row["log"]))
+    pattern = os.path.join(glob.escape(str(table.parent)), row["log"])      # an absolute one stays as it is
+    paths = sorted(map(Path, glob.glob(pattern, recursive=True)))
     if not paths:
         raise PlotError(f"{table}: no log matches {row['log']}")
     logs = [parse_log(path) for path in paths]
@@ -269,11 +277,11 @@ def draw_scaling(recipes: dict[str, list[Scale]], target: float | None = None):
                                           sharex=True, layout="constrained", height_ratios=(1.6, 1))
     for (recipe, points), colour, style in zip(recipes.items(), COLOURS, STYLES):
         above.plot([point.gpu_seconds for point in points], [point.loss for point in points], color=colour,
-                   linestyle=style, label=recipe)
+                   linestyle=style, label=as_label(recipe))
         for point in points:
             above.plot([point.gpu_seconds], [point.loss], marker="o", markersize=7, color=colour,
                        markerfacecolor="white" if point.is_figure else colour)
-            above.annotate(point.size, (point.gpu_seconds, point.loss), xytext=(6, 5),
+            above.annotate(as_label(point.size), (point.gpu_seconds, point.loss), xytext=(6, 5),
                            textcoords="offset points", color=colour)
     if any(point.is_figure for points in recipes.values() for point in points):
         above.plot([], [], marker="o", linestyle="", color=BLACK, markerfacecolor="white",
@@ -282,7 +290,7 @@ def draw_scaling(recipes: dict[str, list[Scale]], target: float | None = None):
         above.axhline(target, color=BLACK, linewidth=1, linestyle=(0, (1, 1.5)), label=f"target {target:g}")
     above.set(xscale="log", ylabel="validation loss (nats per token)")
     above.legend(loc="upper right")
-    (first_name, first), (second_name, second) = recipes.items()
+    (first_name, first), (second_name, second) = ((as_label(name), points) for name, points in recipes.items())
     ratios = scaling_ratios(first, second, target)
     if ratios:
         below.plot([seconds for _, seconds, _ in ratios], [share for *_, share in ratios], marker="o",
@@ -305,7 +313,7 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="*", metavar="FOLDER", help="folders of logs, or single logs")
-    parser.add_argument("-o", "--output", type=Path, help="the PNG to write (runs.png or scaling.png)")
+    parser.add_argument("-o", "--output", type=Path, help="the picture to write (runs.png or scaling.png)")
     parser.add_argument("--scaling", type=Path, metavar="TABLE",
                         help="draw this table (CSV: recipe, size, log, gpu_seconds, loss)")
     parser.add_argument("--target", type=float, help="with --scaling: the loss to draw a line at")
@@ -313,11 +321,16 @@ def main(argv=None) -> int:
     if bool(options.places) == bool(options.scaling):
         parser.error("expected folders of logs, or --scaling=TABLE")
     output = options.output or Path("scaling.png" if options.scaling else "runs.png")
+    if output.suffix in ("", "."):
+        output = output.parent / f"{output.name.rstrip('.') or 'picture'}.png"
     try:
         if options.scaling:
             figure = draw_scaling(read_scaling(options.scaling), options.target)
         else:
             figure = draw_runs(read_places(options.places))
+        kinds = sorted(figure.canvas.get_supported_filetypes())
+        if output.suffix[1:].lower() not in kinds:
+            raise PlotError(f"{output}: expected a name that ends in one of .{', .'.join(kinds)}")
         figure.savefig(output)
     except (LogError, PlotError) as error:
         print(f"plot: {error}", file=sys.stderr)

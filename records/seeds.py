@@ -12,27 +12,34 @@ which is also given --seed and --log_dir.
 
 A seed that already has a finished log of the same source and arguments in the folder is skipped, so a stopped
 campaign goes on where it was. Logs of runs that did not finish move to FOLDER/unfinished/ and their seeds run
-again. The exit status is 0 only when every seed of every arm has a finished log (130: interrupted).
+again. A campaign locks FOLDER/seeds.lock, so none other writes there meanwhile. With --gpus several runs start
+at once, so a record claim, whose arms take turns, is made without it. The exit status is 0 only when every seed
+of every arm has a finished log (130: interrupted).
 """
 
 import argparse
+import fcntl
+import glob
 import hashlib
 import os
 import queue
+import re
 import shlex
 import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from records import check  # noqa: E402
-from records.logs import HARMLESS_OVERRIDES, Log, logs_in  # noqa: E402
+from records.logs import HARMLESS_OVERRIDES, Log, LogError, logs_in, parse_log  # noqa: E402
 from records.replay import exit_on_sigterm, key_of, launch_command, visible_gpus  # noqa: E402
+
+_LOG_NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{8}\.txt")    # a run id, as the trainer names logs
 
 
 class SeedsError(Exception):
@@ -54,7 +61,6 @@ class Arm:
     def prepare(self) -> None:
         """Move what did not finish out of the way. Raises SeedsError when the folder holds runs of something
         else."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         sha256 = hashlib.sha256(self.script.read_bytes()).hexdigest()
         our_args, finished = telling(self.args), self.finished()
         for log in finished.values():
@@ -67,13 +73,55 @@ class Arm:
                 raise SeedsError(f"{self.folder} holds a run of {what}, {log.path.name}: choose another --out")
         whole = {log.path for log in finished.values()}
         for path in sorted(self.folder.glob("*.txt")):
-            if path not in whole:
+            if path not in whole and is_log(path):
                 target = self.folder / "unfinished" / path.name
                 target.parent.mkdir(exist_ok=True)
                 while target.exists():
                     target = target.with_name(f"again_{target.name}")
                 path.rename(target)
                 print(f"seeds: {path.name} is no finished run: moved to {target.parent.name}/", flush=True)
+
+
+def is_log(path: Path) -> bool:
+    """Whether a run wrote this file: by its name, also when it broke off early, or by what it holds."""
+    try:
+        return bool(_LOG_NAME.fullmatch(path.name) or parse_log(path))
+    except LogError:
+        return False
+
+
+@contextmanager
+def locked(arms: list[Arm]):
+    """Make the folders and keep other campaigns out of them in this block. Raises SeedsError when one runs
+    there."""
+    with ExitStack() as files:
+        for arm in arms:
+            try:
+                arm.folder.mkdir(parents=True, exist_ok=True)
+                file = files.enter_context(open(arm.folder / "seeds.lock", "w"))
+            except OSError as error:
+                raise SeedsError(f"{arm.folder} can't be written to ({error.strerror})") from None
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SeedsError(f"another seeds.py runs into {arm.folder}: wait until it is over, or choose "
+                                 "another --out") from None
+            except OSError as error:     # a file system without locks
+                print(f"seeds: note: {arm.folder} can't be locked ({error.strerror}): start no second campaign "
+                      "there", flush=True)
+        yield
+
+
+def from_here(word: str) -> str:
+    """Of --train_files and --val_files: relative patterns that match something in the caller's folder become
+    absolute, for runs start in the root of the repository."""
+    key, equals, patterns = word.partition("=")
+    if key_of(word) not in ("train_files", "val_files") or Path.cwd() == ROOT:
+        return word
+    parts = [patterns] if os.path.exists(patterns) else patterns.split(",")
+    return key + equals + ",".join(
+        os.path.abspath(part.strip()) if os.path.exists(part.strip()) or glob.glob(part.strip()) else part
+        for part in parts)
 
 
 def telling(words) -> set[str]:
@@ -172,7 +220,7 @@ def plan(argv: list[str]) -> tuple[list[Arm], list[int], list[dict[str, str]], i
     # `--gpus SCRIPT` would swallow the script: without '=' the option stands alone.
     options, rest = parser.parse_known_args(["--gpus=all" if item == "--gpus" else item for item in argv])
     scripts = [item for item in rest if not item.startswith("--")]
-    args = [item for item in rest if item.startswith("--")]
+    args = [from_here(item) for item in rest if item.startswith("--")]
     if len(scripts) > 1:
         raise SeedsError(f"one script at a time, not {' '.join(scripts)} (options are --key=value)")
     given = {key_of(item) for item in args}
@@ -181,11 +229,11 @@ def plan(argv: list[str]) -> tuple[list[Arm], list[int], list[dict[str, str]], i
     if options.n < 1:
         raise SeedsError(f"--n={options.n}: at least one seed")
     script = Path(scripts[0]).resolve() if scripts else ROOT / "train_gpt.py"
-    baseline = options.baseline.resolve() if options.baseline else None
+    baseline = options.baseline.expanduser().resolve() if options.baseline else None
     for path in filter(None, (script, baseline)):
         if not path.is_file():
             raise SeedsError(f"no script {path}")
-    folder = (options.out or ROOT / "logs" / f"seeds_{script.stem}").resolve()
+    folder = (options.out or ROOT / "logs" / f"seeds_{script.stem}").expanduser().resolve()
     arms = [Arm(script.stem, script, tuple(args), folder)]
     if baseline:
         arms.append(Arm(f"baseline {baseline.stem}", baseline, tuple(args), folder / "baseline"))
@@ -227,11 +275,20 @@ def report(arms: list[Arm], seeds: list[int]) -> list[str]:
 def main(argv=None) -> int:
     try:
         arms, seeds, slots, num_ranks = plan(sys.argv[1:] if argv is None else list(argv))
-        for arm in arms:
-            arm.prepare()
+        with locked(arms):
+            for arm in arms:
+                arm.prepare()
+            return run_all(arms, seeds, slots, num_ranks)
     except SeedsError as error:
         print(f"seeds: {error}", file=sys.stderr)
         return 2
+
+
+def run_all(arms: list[Arm], seeds: list[int], slots: list[dict[str, str]], num_ranks: int) -> int:
+    """Run what is missing and sum it up; -> the exit status."""
+    if len(arms) == 2 and len(slots) > 1:
+        print("seeds: note: with --gpus several runs start at once: the arms don't take turns, so these logs "
+              "can't be a record claim", flush=True)
     done = {arm.name: arm.finished() for arm in arms}
     jobs = [(arm, seed) for seed in seeds for arm in arms if seed not in done[arm.name]]
     skipped = len(seeds) * len(arms) - len(jobs)

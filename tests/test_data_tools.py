@@ -6,9 +6,11 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -479,6 +481,113 @@ def test_full_disk(tmp_path):
     assert nothing_left(out)
 
 
+def test_a_disk_that_fills_with_the_shards_leaves_none(tmp_path):
+    """The spool of 20,000 bytes fits, the train shard (its header, a little less text) does not."""
+    source = write_jsonl(tmp_path / "in.jsonl", [f"document {i:03d} {'x' * 86}" for i in range(100)])
+    limit = 20_100
+    command = [sys.executable, str(DATA / "text.py"), str(source), "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]
+    result = subprocess.run(command, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True,
+                            timeout=60, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert result.returncode == 1 and "File too large" in result.stderr and result.stderr.count("\n") == 1
+    assert nothing_left(tmp_path / "out")
+
+
+def test_a_full_disk_at_the_end_of_one_side_does_not_keep_the_other(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 30) for i in range(40)])
+    sides = []
+
+    def full(writer):
+        sides.append(writer)
+        if len(sides) == 1:                             # both sides have an open file by then
+            writer._file.close()
+            writer._file = open("/dev/full", "wb")
+            writer._file.write(b"held")
+            writer._file.flush()
+
+    monkeypatch.setattr(shards.ShardWriter, "finish", full)
+    assert make(tmp_path / "out", source, "--tokenizer=bytes") == 1
+    assert len(sides) == 1 and nothing_left(tmp_path / "out")
+
+
+def test_one_run_at_a_time_writes_into_a_folder(tmp_path, capsys):
+    out = tmp_path / "out"
+    command = [sys.executable, str(DATA / "text.py"), "-", "--tokenizer=bytes", f"--out={out}"]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first.stdin.write(b"".join(b"line %07d\n" % i for i in range(100_000)))
+    first.stdin.flush()
+    deadline = time.monotonic() + 30
+    while not (out / text.SPOOL).exists():
+        assert time.monotonic() < deadline and first.poll() is None
+        time.sleep(0.02)
+    source = write_jsonl(tmp_path / "in.jsonl", ["a", "b", "c"])
+    for more in ((), ("--overwrite",)):
+        assert make(out, source, "--tokenizer=bytes", *more) == 2
+        error = capsys.readouterr().err
+        assert error == f"error: --out={out}: another run writes there; wait for it or take another --out\n"
+    _, error = first.communicate(timeout=30)
+    assert first.returncode == 0, error
+    assert sorted(x.name for x in out.iterdir()) == ["dataset.json", "train_000000.bin", "val_000000.bin"]
+    assert len(documents_of(out, "train") + documents_of(out, "val")) == 100_000
+
+
+def test_who_waits_for_a_folder_has_it_alone(tmp_path, monkeypatch, capsys):
+    """The lock file that it waited at is removed: the one that others find has to be its own."""
+    has_it, may_go = threading.Event(), threading.Event()
+
+    def wait():
+        with text.locked_folder(tmp_path, wait=True):
+            has_it.set()
+            may_go.wait(30)
+
+    waiting = threading.Thread(target=wait)
+    with text.locked_folder(tmp_path):
+        waiting.start()
+        assert not has_it.wait(0.3) and "waiting for it" in capsys.readouterr().err
+    assert has_it.wait(30)
+    with pytest.raises(text.InputError, match="another run writes there"), text.locked_folder(tmp_path):
+        pass
+    may_go.set()
+    waiting.join(30)
+    assert nothing_left(tmp_path)
+
+    def no_locks(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(text.fcntl, "flock", no_locks)
+    with text.locked_folder(tmp_path):
+        pass
+
+
+def test_two_first_builtin_runs_at_once(tmp_path, capsys):
+    out = tmp_path / "builtin"
+    argv = ["--builtin", "--tokenizer=bytes"]
+    command = [sys.executable, str(DATA / "text.py"), *argv, f"--out={out}"]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [run.communicate(timeout=100) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert sum("is there already, whole" in x for x, _ in said) == 1
+    train = documents_of(out, "train")
+    assert sorted(x.name for x in out.iterdir()) == ["dataset.json", "train_000000.bin", "val_000000.bin"]
+    shards.write_shard(out / "train_000000.bin", [256, 1])                  # damaged: made again
+    assert make(out, *argv) == 0
+    assert documents_of(out, "train") == train and "there already" not in capsys.readouterr().out
+    assert make(out, *argv, "--seed=1") == 0
+    assert documents_of(out, "train") != train and "there already" not in capsys.readouterr().out
+
+
+def test_a_tilde_in_out_is_the_home_folder(tmp_path, monkeypatch):
+    import cached_fineweb10B as download
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = write_jsonl(tmp_path / "in.jsonl", [story(i, 30) for i in range(30)])
+    assert make("~/a", source, "--tokenizer=bytes") == 0
+    assert text.run_main(fineweb.main, [str(source), "--tokenizer=bytes", "--out=~/b"]) == 0
+    assert (tmp_path / "a/dataset.json").is_file() and (tmp_path / "b/dataset.json").is_file()
+    assert download.parse(["--out=~/c"]).out == tmp_path / "c"
+    assert nothing_left(tmp_path / "here")
+
+
 def test_missing_packages_are_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -584,6 +693,15 @@ def test_fineweb_order_and_names(tmp_path, monkeypatch, capsys):
     assert names[0] == "fineweb_train_000001.bin" and names[-1] == "fineweb_val_000000.bin"
     assert 1900 < len(tokens_of(out, "val")) <= 2000
     assert verify.main([str(out)]) == 0
+
+
+@pytest.mark.parametrize("documents", [["same"] * 20, ["same"] * 20 + ["few"] * 3])
+def test_fineweb_refuses_copies_that_leave_too_little_to_train_on(tmp_path, capsys, documents):
+    source, out = write_jsonl(tmp_path / "same.jsonl", documents), tmp_path / "out"
+    assert text.run_main(fineweb.main, [str(source), "--tokenizer=bytes", "--shard-tokens=45", f"--out={out}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and nothing_left(out)
+    assert f"{4 * (len(documents) - 20)} training tokens would be left beside 45 of validation, 11 documents" in error
 
 
 def test_fineweb_from_the_hub(tmp_path):
@@ -898,7 +1016,7 @@ def test_a_broken_run_leaves_no_final_name(tmp_path, how, code):
         process.stdin.write(b"".join(line % (block * 1000 + i) for i in range(1000)))
     process.stdin.flush()
     deadline = time.monotonic() + 30
-    while not list(out.glob("*.tmp")):
+    while not (out / text.SPOOL).exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.send_signal(how)
@@ -1139,6 +1257,30 @@ def test_verify_counts_a_copy_once_and_not_among_those_that_begin_alike(tmp_path
         shards.write_shard(tmp_path / "train_000000.bin", np.concatenate([*train, document(8)]))
         code, out, err = check(capsys, tmp_path)
         assert line in out + err and code == (1 if line.startswith("1") else 0)
+
+
+def test_verify_compares_no_pairs_where_all_documents_begin_alike(tmp_path, monkeypatch, capsys):
+    head, number = document(1, 80)[1:], 200
+    val, train = ([np.concatenate([[50256], head, document(base + i, 20)[1:]]) for i in range(number)]
+                  for base in (1000, 2000))
+    train[7], train[9] = val[3], val[3]
+    shards.write_shard(tmp_path / "val_000000.bin", np.concatenate([*val, document(9)]))
+    shards.write_shard(tmp_path / "train_000000.bin", np.concatenate([*train, train[11][:90]]))
+    calls = {"same_document": 0, "read_tokens": 0}
+
+    def counted(module, name):
+        real = getattr(module, name)
+
+        def count(*args):
+            calls[name] += 1
+            return real(*args)
+        monkeypatch.setattr(module, name, count)
+
+    counted(verify, "same_document")
+    counted(shards, "read_tokens")
+    code, out, err = check(capsys, tmp_path)
+    assert code == 1 and f"1 of {number + 1} validation documents are in train, {number - 1} more begin" in err
+    assert calls["same_document"] < 2 * number and calls["read_tokens"] <= 4
 
 
 def test_verify_looks_up_256_bytes_and_64_other_tokens(tmp_path, capsys):

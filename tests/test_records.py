@@ -1,5 +1,6 @@
 """The records tools: parser, checker (a test for each refusal), compare, plot, replay, seeds. No GPU, no training."""
 
+import fcntl
 import hashlib
 import json
 import math
@@ -79,6 +80,19 @@ def test_parse_reads_every_part(tmp_path):
 def test_tokens_are_spread_when_the_batch_changes(tmp_path):
     log = parse_log(write_log(tmp_path, result=dict(tokens_trained=1000)))
     assert log.tokens_at(10) == 250
+
+
+def test_tokens_between_two_logged_steps_lie_on_their_line(tmp_path):
+    """Stages of 100 and then 300 tokens a step, of which the training lines of steps 10 and 20 tell."""
+    path = write_log(tmp_path, result=dict(tokens_trained=8000), val_every=5)
+    for step in (10, 20):
+        path.write_text(re.sub(rf"(step:{step}/40 train_loss.*)", rf"\1 tokens:{100 * step}", path.read_text()))
+    whole, cut = parse_log(path), tmp_path / "cut.txt"
+    assert [whole.tokens_at(step) for step in (0, 5, 10, 15, 20, 25, 30, 40)] == [
+        0, 500, 1000, 1500, 2000, 3500, 5000, 8000]
+    cut.write_text(path.read_text().partition("step_times_ms")[0])
+    assert parse_log(cut).tokens_at(25) == 2500                                # the run goes on as it did
+    assert parse_log(write_log(tmp_path / "none", result=dict(tokens_trained=0))).tokens_at(3) == 3 * 524288
 
 
 @pytest.mark.parametrize("source", [
@@ -736,6 +750,15 @@ def test_every_folder_here_is_named_as_a_record():
     assert strange == {path.name for path in check.record_folders()}
 
 
+@pytest.mark.parametrize("name", ["2027-01-31_My-Idea", "2027-01-31_My Idea", "2027-01-31_Idea.2"])
+def test_folders_with_any_sign_in_their_names_are_checked(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(check.record_folders, "__defaults__", (tmp_path,))
+    make_record(tmp_path / name)
+    assert check.main([]) == 0 and "folders checked: 1, refused: 0" in capsys.readouterr().out
+    assert check.check_folder(tmp_path / name).row.startswith(
+        f"| 2027-01-31 | [{name[11:]}]({name.replace(' ', '%20')}/) |")         # a link ends at a space
+
+
 def test_ladder_sources_extract_and_import(tmp_path):
     sources = {}
     for folder in check.record_folders():
@@ -807,6 +830,17 @@ def test_compare_losses_at_equal_seconds(tmp_path):
     assert compare.loss_at(slow, middle) == slow.validation[2].loss
     assert compare.loss_at(fast, middle) == pytest.approx(fast.validation[-1].loss, abs=0.02)
     assert math.isnan(compare.loss_at(fast, 1e6))
+
+
+def test_the_last_of_the_equal_times_is_not_past_the_end(tmp_path):
+    start, end = 0.7, 2.9
+    assert start + (end - start) > end                                         # by rounding
+    path = write_log(tmp_path, num_steps=20, step_ms=35.0)
+    for step, ms in ((10, 1000 * start), (20, 1000 * end)):
+        path.write_text(re.sub(rf"(step:{step}/20 val_loss:\S+ train_time:)\d+", rf"\g<1>{ms:.0f}", path.read_text()))
+    log = parse_log(path)
+    assert [point.seconds for point in log.validation[1:]] == [start, end]
+    assert not any("nan" in line for line in compare.compare_losses([log], [log]))
 
 
 def test_compare_says_b_minus_a_in_every_line(tmp_path, capsys):
@@ -935,6 +969,34 @@ def test_plots_are_written(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert plot.main([str(tmp_path / "nothing"), "-o", str(tmp_path / "x.png")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1 and not (tmp_path / "x.png").exists()
+
+
+def test_a_picture_is_written_where_plot_says_or_refused_in_one_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    log = write_log(tmp_path, 1)
+    for name, written in (("runs", "runs.png"), ("v.2.", "v.2.png"), ("runs.svg", "runs.svg")):
+        assert plot.main([str(log), "-o", str(tmp_path / name)]) == 0
+        assert capsys.readouterr().out == f"wrote {tmp_path / written}\n" and (tmp_path / written).is_file()
+    assert plot.main([str(log), "-o", str(tmp_path / "runs.xyz")]) == 2
+    error = capsys.readouterr().err
+    assert "runs.xyz: expected a name that ends in one of ." in error and error.count("\n") == 1
+
+
+def test_names_with_odd_signs_are_drawn_as_they_are(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("_hidden", "$a_$_b^", "a$b"):
+        write_log(tmp_path / name, 1)
+    figure = plot.draw_runs(plot.read_places(sorted(path for path in tmp_path.iterdir())))
+    assert [text.get_text().strip() for text in figure.legends[0].get_texts()] == [
+        r"\$a_\$_b^ (n = 1)", "_hidden (n = 1)", r"a\$b (n = 1)"]
+    figure.savefig(tmp_path / "runs.png")
+    names = {"base": "_base", "idea": "$i_$^", "large": "$_$^"}
+    (tmp_path / "table.csv").write_text(re.sub("base|idea|large", lambda word: names[word[0]], TABLE).replace(
+        "small/", f"{tmp_path}/_hidden/"))                                     # an absolute pattern, too
+    recipes = plot.read_scaling(tmp_path / "table.csv")
+    figure = plot.draw_scaling(recipes)
+    figure.savefig(tmp_path / "scaling.png")
+    assert [text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()][:2] == ["_base", r"\$i_\$^"]
 
 
 TABLE = """recipe,size,log,gpu_seconds,loss
@@ -1082,6 +1144,53 @@ def test_seeds_one_per_gpu_and_truthful(tmp_path, trainer, monkeypatch, capfd):
     assert "seed 1 on GPU 0" in text.out and "seed 2 on GPU 5" in text.out
     assert "idea seed 2: exit status 3" in text.err and "idea seed 3: no finished log" in text.err
     assert [path.name for path in out.glob("*.txt")] == ["run-1.txt"]
+
+
+def test_one_campaign_at_a_time_writes_to_a_folder(tmp_path, trainer, capfd):
+    out = tmp_path / "out"
+    command = ["--n=1", f"--out={out}", "--nproc=1", f"--baseline={tmp_path / 'base.py'}", str(trainer)]
+    running = write_log(out, 1, result=dict(status="stopped", step=20))
+    with open(out / "seeds.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert seeds.main(command) == 2
+        error = capfd.readouterr().err
+        assert f"another seeds.py runs into {out}" in error and error.count("\n") == 1 and running.exists()
+    assert seeds.main(command) == 0 and (out / "unfinished" / running.name).exists()
+    (tmp_path / "file").write_text("")
+    assert seeds.main(["--n=1", f"--out={tmp_path / 'file'}", str(trainer)]) == 2
+    assert "file can't be written to (" in capfd.readouterr().err
+
+
+def test_only_logs_move_out_of_the_way(tmp_path, trainer):
+    out = tmp_path / "out"
+    write_log(out, 7, result=dict(status="stopped", step=20))
+    broken_off = "2026-11-29_01-43-22_9e805c77.txt"                            # before its header
+    for name in ("notes.txt", broken_off):
+        (out / name).write_text("nothing of a run\n")
+    assert seeds.main(["--n=1", f"--out={out}", "--nproc=1", str(trainer)]) == 0
+    assert sorted(path.name for path in out.glob("*.txt")) == ["notes.txt", "run-1.txt"]
+    assert sorted(path.name for path in out.glob("unfinished/*")) == [broken_off, "run-7.txt"]
+
+
+def test_seeds_means_the_callers_folders(tmp_path, trainer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "val_1.bin").write_text("")
+    arms, *_ = seeds.plan(["--n=1", "--out=~/logs", "idea.py", "--train_files=data/none/*.bin,mine", "--lr=mine",
+                           "--val_files=mine/val_*.bin, /x/*.bin"])
+    assert arms[0].folder == tmp_path / "home" / "logs"
+    assert arms[0].args == (f"--train_files=data/none/*.bin,{tmp_path}/mine", "--lr=mine",
+                            f"--val_files={tmp_path}/mine/val_*.bin, /x/*.bin")
+    monkeypatch.setattr(seeds, "ROOT", tmp_path)                               # there paths stay as they were typed
+    assert seeds.plan(["--n=1", "idea.py", "--val_files=mine"])[0][0].args == ("--val_files=mine",)
+
+
+@pytest.mark.parametrize("gpus, both, said", [("0,5", True, True), ("0", True, False), ("0,5", False, False)])
+def test_arms_that_start_at_once_can_be_no_record_and_seeds_says_so(tmp_path, trainer, capfd, gpus, both, said):
+    baseline = [f"--baseline={tmp_path / 'base.py'}"] if both else []
+    assert seeds.main(["--n=1", f"--out={tmp_path / 'out'}", f"--gpus={gpus}", *baseline, str(trainer)]) == 0
+    assert ("can't be a record claim" in capfd.readouterr().out) == said
 
 
 def test_seeds_refuses_in_one_line(tmp_path, trainer, monkeypatch, capsys):

@@ -358,7 +358,11 @@ def test_the_score_of_an_ending_is_the_sum_over_its_tokens(tg, loaded):
 @pytest.mark.parametrize("text", ["", "{}", '{"ctx": "\\ud800", "endings": ["b", "c"], "label": 1}',
                                   '{"ctx": "a", "endings": ["b", "c"], "label": -1}',
                                   "[1]", '{"ctx": "a", "endings": ["b"], "label": 1}', "no json",
-                                  '{"ctx": "a", "endings": ["", "c"], "label": 1}'])
+                                  '{"ctx": "a", "endings": ["", "c"], "label": 1}',
+                                  '{"ctx": "a", "endings": "bc", "label": 1}',
+                                  '{"ctx": "a", "endings": {"b": 1, "c": 2}, "label": 1}',
+                                  '{"ctx": "a", "endings": ["b", "c"], "label": 0.9}',
+                                  '{"ctx": "a", "endings": ["b", "c"], "label": true}'])
 def test_bad_items_are_refused_by_line(tg, tmp_path, text):
     path = tmp_path / "items.jsonl"
     path.write_text(text)
@@ -394,6 +398,38 @@ def test_files_are_scored_whole_and_the_runs_own_as_far_as_the_run_did(tg, tmp_p
                           (["--tokens=0"], 699), (["--tokens=10000"], 699), (["--tokens=1"], 1)):
         status, said, errors = call(evaluate, checkpoint, *args)
         assert status == 0 and f"over {targets} targets" in said, (args, said, errors)
+
+
+def test_only_the_runs_own_shards_are_scored_without_files(tmp_path, call):
+    run_here(0, 1, byte_run(tmp_path, "--checkpoint_every_steps=3", num_steps=3))
+    checkpoint, shard = checkpoints_in(tmp_path)[-1], tmp_path / "val_1.bin"
+    tokens = shard.read_bytes()
+    assert call(evaluate, checkpoint)[0] == 0
+    more = put_shard(tmp_path / "val_2.bin", [256, *b"hello"])
+    for words in ("val_2.bin: its fingerprint is", "val_1.bin: its fingerprint is", "no val shards match"):
+        status, said, errors = call(evaluate, checkpoint)
+        assert status == 2 and words in errors and not said and errors.count("\n") == 1, errors
+        assert "--files=PATTERN" in errors and "--val_files" not in errors
+        if more.exists():
+            more.replace(shard)                              # other text in the run's place
+        else:
+            shard.unlink(missing_ok=True)
+    put_shard(shard, [256, *b"hello"])
+    assert "over 5 targets" in call(evaluate, checkpoint, f"--files={shard}")[1]
+    shard.write_bytes(tokens)
+    assert call(evaluate, checkpoint)[0] == 0
+
+
+def test_relative_shards_are_found_from_the_folder_and_from_the_root(loaded, trained, tmp_path, monkeypatch, tg):
+    relative = loaded._replace(config=dataclasses.replace(loaded.config, val_files="val_*.bin"))
+    data, other = trained[0].parents[2], put_shard(tmp_path / "other" / "val_1.bin", [256, *b"hello"]).parent
+    for folder, root in ((data, tmp_path), (tmp_path, data), (other, data)):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(checkpoints, "ROOT", root)
+        assert evaluate.run_files(relative) == f"{data}/val_1.bin"
+    monkeypatch.setattr(checkpoints, "ROOT", tmp_path)
+    with pytest.raises(tg.Refusal, match="other/val_1.bin: its fingerprint is"):
+        evaluate.run_files(relative)
 
 
 # ---- slices ----------------------------------------------------------------------------------------------------------
@@ -650,6 +686,8 @@ def test_export_from_the_command_line(trained, tmp_path, call):
     assert status == 0 and "tensors" in said, errors
     status, said, errors = call_process("load_example.py", tmp_path / "half.safetensors", "hello")
     assert status == 0 and len(json.loads(said.replace("(", "[").replace(")", "]"))) == 5, errors
+    status, said, errors = call_process("load_example.py", tmp_path / "none.safetensors", "hello")
+    assert status == 1 and "none.safetensors" in errors and "output" not in errors and errors.count("\n") == 1, errors
     status, said, errors = call_process("load_example.py", tmp_path / "half.safetensors")
     assert status == 1 and errors.startswith("usage: ") and len(errors.splitlines()) == 1, errors
     (tmp_path / "folder").mkdir()
