@@ -221,6 +221,8 @@ run_training() {
     # Waiting OpenMP threads spin: more of them than cores makes a step many times slower.
     if [ "$processes" -gt 1 ]; then
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+        # What torchrun leaves its ranks to write a checkpoint in after a signal, in seconds; 30 unless told
+        export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
         set -- -m torch.distributed.run --standalone --nproc_per_node="$processes" "$script" "$@"
     else
         if [ "$gpus" -eq 0 ]; then export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"; fi

@@ -212,6 +212,7 @@ RESUME_MAY_CHANGE = {         # by a resumed run; the data itself is compared
     "val_window_blocks", "val_every_steps", "target_loss", "compile", "attention", "fp8", "graphs", "log_dir",
     "deterministic", "log_every_steps", "profile_steps", "checkpoint_every_steps", "checkpoint_dir", "resume",
     "self_check"}
+PATH_SETTINGS = {"train_files", "val_files", "log_dir", "checkpoint_dir", "resume"}
 
 def parse_value(f: dataclasses.Field, text: str):
     """Text of --key=text as a value of the field's type. Raises Refusal."""
@@ -387,8 +388,9 @@ def join_group(world: World) -> None:
         backend, device = ("nccl", world.device) if world.is_cuda else ("gloo", None)
         dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10), device_id=device)
         dist.barrier()         # a rank that refuses and leaves must not shut out one that is still connecting
-    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({error}); use torchrun") from None
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).split("\n")[0]
+        raise Refusal(f"WORLD_SIZE={world.size}, but no meeting point ({reason}); use torchrun") from None
     finally:
         waiting.cancel()
 
@@ -1593,6 +1595,7 @@ SHARD_HEADER_BYTES = 1024                    # 256 int32: magic, version, number
 SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fit a cache as int32
 HASHED_TOKENS = 64                           # documents that begin with the same ones count as the same
 MAX_MEAN_LENGTH = 10 ** 6                    # of documents, in tokens: no text has longer ones
+SAMPLE_TOKENS = 10 ** 8                      # of training data, looked at before a run
 
 def open_shard(path: str) -> Tensor:
     """The tokens of a shard in FineWeb's format, a header and then uint16, memory-mapped. Raises Refusal."""
@@ -1648,18 +1651,24 @@ def find_shards(patterns: str, what: str) -> list[str]:
 
 
 def dataset_card(paths: list[str]) -> dict | None:
-    """The dataset.json beside the shards, if there is one. Raises Refusal when it can't be used."""
-    card = Path(paths[0]).parent / "dataset.json"
-    if not os.path.lexists(card):
-        return None
-    with reading(card, "make this dataset card again with data/text.py"):
-        refuse_if(not card.is_file(), "no file")
-        found = json.loads(card.read_text(encoding="utf-8-sig"))         # -sig: of Windows
-        vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
-        whole_numbers = {type(vocab_size), type(eod_id)} == {int}
-        refuse_if(not whole_numbers or not 0 <= eod_id < vocab_size <= 2 ** 16,
-                  f"0 <= eod_id < vocab_size <= 65536 isn't {eod_id!r:.40}, {vocab_size!r:.40}")
-        return dict(tokenizer=str(tokenizer) if tokenizer else None, vocab_size=vocab_size, eod_id=eod_id)
+    """The dataset.json beside the shards, if there is one. Raises Refusal when it can't be used, or when
+    those of two folders differ."""
+    cards = []
+    for card in sorted({Path(path).parent / "dataset.json" for path in paths}):
+        if not os.path.lexists(card):
+            continue
+        with reading(card, "make this dataset card again with data/text.py"):
+            refuse_if(not card.is_file(), "no file")
+            found = json.loads(card.read_text(encoding="utf-8-sig"))         # -sig: of Windows
+            vocab_size, eod_id, tokenizer = found["vocab_size"], found["eod_id"], found.get("tokenizer")
+            whole_numbers = {type(vocab_size), type(eod_id)} == {int}
+            refuse_if(not whole_numbers or not 0 <= eod_id < vocab_size <= 2 ** 16,
+                      f"0 <= eod_id < vocab_size <= 65536 isn't {eod_id!r:.40}, {vocab_size!r:.40}")
+        tokenizer = str(tokenizer) if tokenizer else None
+        cards.append(dict(tokenizer=tokenizer, vocab_size=vocab_size, eod_id=eod_id))
+        refuse_if(cards[-1] != cards[0], f"{card}: {cards[-1]}, but another folder's has {cards[0]}; a run's "
+                  "shards must have been made alike")
+    return cards[0] if cards else None
 
 
 def fingerprint(path: str) -> str:
@@ -1682,6 +1691,8 @@ class TokenStream:
                            fingerprint=fingerprint(path)) for path, shard in zip(paths, self.shards)]
         self.starts = [0, *itertools.accumulate(map(len, self.shards))]      # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
+        # Shards that stand for all where looking at all takes too long: the first ones of SAMPLE_TOKENS
+        self.sample = range(max(1, bisect.bisect_right(self.starts, SAMPLE_TOKENS) - 1))
         refuse_if(self.num_tokens < 2, f"{paths[0]}: holds 1 token; expected 2, an input and its target")
         self.indexed: dict[tuple[int, int], list[int]] = {}              # what document_starts has found
 
@@ -2106,6 +2117,7 @@ class Store:
     def __init__(self, folder: Path, log: RunLog):
         self.folder, self.log = folder, log
         self.last: Path | None = None                    # the newest checkpoint that is whole
+        self.written: list[Path] = []
         self.failed = False                              # whether the latest attempt did
         self.writing = threading.Thread()                # none at first
 
@@ -2131,11 +2143,12 @@ class Store:
             digest = hashlib.sha256(body).hexdigest().encode()           # so that a truncated file is refused
             (unfinished / "checkpoint.json").write_bytes(digest + b"\n" + body)
             self.last, self.failed = unfinished.rename(whole), False
-            for old in sorted(self.folder.glob("step_*"))[:-2]:
-                shutil.rmtree(old, ignore_errors=True)
+            self.written.append(whole)
+            while len(self.written) > 2:
+                shutil.rmtree(self.written.pop(0), ignore_errors=True)
         except Exception as error:
             self.failed = True
-            self.log.event(f"warn: {whole}: checkpoint not written ({error!r:.200}); "
+            self.log.event(f"warn: {whole}: checkpoint not written ({error.__context__ or error!r:.200}); "
                            f"the last good one is {self.last}")
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -2145,11 +2158,14 @@ def find_checkpoint(resume: str, folder: str, misfit=lambda facts: "") -> Path:
     it doesn't, or nothing. Raises Refusal that names what there is."""
     if resume != "latest" and (Path(resume) / "checkpoint.json").is_file():
         return Path(resume)
-    seen = []
-    for file in sorted(Path(folder).glob("*/step_*/checkpoint.json"), key=os.path.getmtime, reverse=True):
+    seen, found = [], []
+    for file in Path(folder).glob("*/step_*/checkpoint.json"):
+        with contextlib.suppress(OSError):               # another run may delete it just now
+            found.append((file.stat().st_mtime, file))
+    for _, file in sorted(found, reverse=True):
         try:
             reason = misfit(read_facts(file.parent))
-        except Refusal as error:
+        except (Refusal, KeyError, TypeError) as error:
             reason = str(error)
         if resume == "latest" and not reason:
             return file.parent
@@ -2184,15 +2200,16 @@ def read_checkpoint(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
     """Yields a list, to which each signal that asks the run to stop adds its number. One cause may send two
-    (SLURM and torchrun); SIGTERM or SIGINT later than SAME_CAUSE_S after the first ends the run at once."""
+    (SLURM and torchrun); a SIGTERM or SIGINT SAME_CAUSE_S after the first of them ends the run at once."""
     received, moments = [], []
     handlers_before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     def on_signal(number: int, frame) -> None:
         received.append(number)
-        moments.append(time.monotonic())
-        if number in (signal.SIGTERM, signal.SIGINT) and moments[-1] - moments[0] > SAME_CAUSE_S:
-            signal.signal(number, handlers_before[number])
-            signal.raise_signal(number)
+        if number in (signal.SIGTERM, signal.SIGINT):
+            moments.append(time.monotonic())
+            if moments[-1] - moments[0] > SAME_CAUSE_S:
+                signal.signal(number, handlers_before[number])
+                signal.raise_signal(number)
     # Under nohup SIGHUP stays ignored. Not in torchrun's ranks, of which each leads a session: torchrun does
     # not ignore it and kills its ranks then, so they must save
     keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
@@ -2398,6 +2415,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
     header = {"run_id": log.run_id, **facts(run, overrides, argv)}
     progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
+    need_equal_ranks(world, header)
     first = load_checkpoint(run, progress) if c.resume else 0
     log.header(SOURCE, header)
     log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
@@ -2534,9 +2552,10 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
 
 def budget(c: Config, stream: TokenStream) -> str:
     """Tokens needed against tokens there, in words. Raises Refusal when max_epochs doesn't suffice. What
-    clipping drops is estimated from the first shard."""
+    clipping drops is estimated from a sample of the shards."""
     available = stream.num_tokens - 1
-    borders = [*stream.document_starts(0, c.eod_id), stream.starts[1]]
+    borders = [mark for k in stream.sample for mark in stream.document_starts(k, c.eod_id)]
+    borders.append(stream.starts[len(stream.sample)])
     lengths = [stop - start for start, stop in itertools.pairwise(borders)] or [available]
     needed = 0.0
     for (rows, clip), steps in Counter(plan_from(c, 0)).items():
@@ -2579,7 +2598,8 @@ def check_memory(c: Config, world: World, kernels: Kernels) -> None:
         there = of_machine if of_process == resource.RLIM_INFINITY else min(of_machine, of_process)
     if needed > there:
         raise Refusal(f"{count:,} parameters need {needed / 1e9:.1f} GB on each rank, {there / 1e9:.1f} are "
-                      "there; use a smaller --table_rows, --model_dim or --num_layers", one_rank=True)
+                      f"there{'' if world.is_cuda else ' (torch finds no GPU)'}; use a smaller --table_rows, "
+                      "--model_dim or --num_layers", one_rank=True)
 
 
 def fit_memory(run: Run, log: RunLog) -> None:
@@ -2699,12 +2719,15 @@ def self_check(run: Run, log: RunLog) -> None:
     began, c, train, val = time.perf_counter(), run.config, run.train_stream, run.val_stream
     faults = probe(run) + unequal_ranks(run)
     held_out = torch.cat([val.document_hashes(k, c.eod_id) for k in range(len(val.paths))])
-    known = int(torch.isin(held_out, train.document_hashes(0, c.eod_id)).sum())
+    sample = torch.cat([train.document_hashes(k, c.eod_id) for k in train.sample])
+    known = int(torch.isin(held_out, sample).sum())
     if known > MAX_KNOWN_SHARE * len(held_out):
-        faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]}")
+        faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]} "
+                      f"or the {len(train.sample) - 1} shards after it")
     need_no_faults(run, "self-check", faults)
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, "
-              f"ranks equal, {known} of {len(held_out)} validation documents begin like training documents")
+              f"ranks equal, {known} of {len(held_out)} validation documents begin like training documents "
+              f"({len(train.sample)} of {len(train.paths)} shards looked at)")
 
 
 def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
@@ -2731,16 +2754,34 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
         parameters=sizes | dict(total=sum(sizes.values()), matmul=matmul))
 
 
-def identity(header: dict, tensors: Iterable[tuple[str, Tensor]]) -> dict:
-    """What a checkpoint and the run that resumes from it must have in common, in JSON's types."""
-    same = {f"setting {key}": value for key, value in header["config"].items()
-            if key not in RESUME_MAY_CHANGE}
+def identity(header: dict, tensors: Iterable[tuple[str, Tensor]] = (), but_for=RESUME_MAY_CHANGE) -> dict:
+    """What a checkpoint and the run that resumes from it must have in common, in JSON's types. but_for:
+    settings that may differ."""
+    same = {f"setting {key}": value for key, value in header["config"].items() if key not in but_for}
     same |= {f"stage {number}": stage for number, stage in enumerate(header.get("stages", []), 1)}
     for split in ("train", "val"):
         same |= {f"{split} file {number}": f"{file['file']} ({file['fingerprint']}, {file['tokens']} tokens)"
                  for number, file in enumerate(header["data"][split]["files"], 1)}
     same |= {f"shape of {key}": list(t.shape) for key, t in tensors}
     return json.loads(json.dumps(same))
+
+
+def difference(then: dict, now: dict) -> tuple | None:
+    """The first key under which two dicts hold different values, with both values; None if there is none."""
+    pairs = ((key, then.get(key, "nothing"), now.get(key, "nothing")) for key in then | now)
+    return next((found for found in pairs if found[1] != found[2]), None)
+
+
+def need_equal_ranks(world: World, header: dict) -> None:
+    """Raises Refusal, on all ranks, where one (of another host) has other settings, data or source."""
+    mine = identity(header, but_for=PATH_SETTINGS) | {"the source": header["source_sha256"]}
+    found = [mine] * world.size
+    if world.size > 1:
+        dist.all_gather_object(found, mine)
+    for rank, its in enumerate(found):
+        if different := difference(found[0], its):
+            key, first, other = different
+            raise Refusal(f"{key} differs: {first} on rank 0, {other} on rank {rank}; give all hosts one")
 
 
 def save_checkpoint(run: Run, store: Store, step: int, progress: Progress) -> None:
@@ -2760,16 +2801,15 @@ def save_checkpoint(run: Run, store: Store, step: int, progress: Progress) -> No
 def load_checkpoint(run: Run, progress: Progress) -> int:
     """Take over the checkpoint that --resume names. -> its step. Raises Refusal before anything changes."""
     header = progress.header
-    now = identity(header, run.optimizer.gathered())
     def misfit(facts: dict) -> str:
-        then = identity(facts["run"], ())
-        return next((f"{key} differs" for key in then if then[key] != now.get(key)), "")
+        different = difference(identity(facts["run"]), identity(header))
+        return f"{different[0]} differs" if different else ""
     path = find_checkpoint(run.config.resume, run.config.checkpoint_dir, misfit)
     saved, tensors = read_checkpoint(path)
-    then = identity(saved["run"], tensors.items())
-    for key in [*then, *now]:
-        old, new = then.get(key, "nothing"), now.get(key, "nothing")
-        refuse_if(old != new, f"--resume={path}: {key} differs: {old} in the checkpoint, {new} in this run")
+    now = identity(header, run.optimizer.gathered())
+    if different := difference(identity(saved["run"], tensors.items()), now):
+        key, old, new = different
+        raise Refusal(f"--resume={path}: {key} differs: {old} in the checkpoint, {new} in this run")
     run.optimizer.load(tensors, saved["step"])
     run.position, header["resumed_from"] = Position(*saved["position"]), str(path)
     progress.clock.total_ms, progress.clock.step_ms = saved["total_ms"], saved["step_ms"]
@@ -2847,6 +2887,10 @@ def main(argv: list[str]) -> int:
     try:
         preset = default_preset()
         config, overrides = parse_config(argv, preset)
+        # A shell leaves the ~ of --log_dir=~/x; find_shards sees to its own
+        config = dataclasses.replace(config, log_dir=os.path.expanduser(config.log_dir),
+                                     checkpoint_dir=os.path.expanduser(config.checkpoint_dir),
+                                     resume=os.path.expanduser(config.resume))
         torch.use_deterministic_algorithms(config.deterministic == "on")
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all

@@ -130,6 +130,37 @@ def test_latest_is_the_newest_that_fits_and_a_refusal_names_what_there_is(tg, st
         assert f"{newer} ({'too big' if resume == 'latest' else 'fits'})" in str(info.value)
 
 
+def test_of_equally_old_checkpoints_the_one_of_more_steps_is_the_newest(tg, straight, tmp_path):
+    shutil.copytree(f"{straight[0]}/checkpoints", tmp_path / "c")
+    for file in (tmp_path / "c").glob("*/*/checkpoint.json"):
+        os.utime(file, (1e9, 1e9))
+    assert tg.find_checkpoint("latest", str(tmp_path / "c")).name == checkpoints_in(straight[0])[-1].name
+
+
+def test_a_checkpoint_that_vanishes_or_has_odd_facts_does_not_hide_the_others(tg, straight, tmp_path, monkeypatch):
+    folder, odd = tmp_path / "c", tmp_path / "c/other/step_000009/checkpoint.json"
+    shutil.copytree(f"{straight[0]}/checkpoints", folder)
+    newest = tg.find_checkpoint("latest", str(folder))
+    odd.parent.mkdir(parents=True)
+    odd.symlink_to(tmp_path / "gone")
+    assert tg.find_checkpoint("latest", str(folder)) == newest
+    odd.unlink()
+    body = json.dumps(dict.fromkeys(tg.CHECKPOINT_FACTS, {})).encode()
+    odd.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    assert tg.find_checkpoint("latest", str(folder), lambda facts: facts["run"].get("no", "")) == odd.parent
+    assert tg.find_checkpoint("latest", str(folder), lambda facts: "" if facts["run"]["data"] else "no") == newest
+
+
+def test_what_a_user_copies_into_a_runs_folder_stays(tmp_path):
+    process = start(byte_run(tmp_path, "--checkpoint_every_steps=40", num_steps=200))
+    wait_for(process, "step:50/200 train_loss")
+    [first, *_] = checkpoints_in(tmp_path)
+    shutil.copytree(first, first.with_name(first.name + "_best"))
+    process.communicate(timeout=60)
+    assert first.with_name(first.name + "_best").is_dir()
+    assert [path.name for path in checkpoints_in(tmp_path)[-2:]] == ["step_000160", "step_000200"]
+
+
 def test_a_resumed_run_can_be_profiled(straight, tmp_path):
     """Also when less than five steps are left; the trace lies beside its log."""
     argv = changed(straight[1], f"--resume={checkpoints_in(straight[0])[0]}", "--profile_steps=2",
@@ -407,6 +438,7 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert output.count("checkpoint not written (") == 3 and "Traceback" not in output, output
+    assert "File too large" in output, output                  # the reason, not only where torch met it
     assert not checkpoints_in(tmp_path) and not list(tmp_path.glob("checkpoints/*/*"))
 
 
@@ -542,14 +574,16 @@ def test_only_a_later_sigterm_or_sigint_ends_a_run_at_once(tg, monkeypatch, numb
     monkeypatch.setattr(tg.time, "monotonic", lambda: now[0])
     try:
         with tg.stop_signals() as received:
-            signal.raise_signal(signal.SIGHUP)
-            now[0] += tg.SAME_CAUSE_S
-            signal.raise_signal(number)
-            assert received == [signal.SIGHUP, number]
+            signal.raise_signal(signal.SIGUSR1)      # a warning long before is no impatience
+            now[0] += 60
+            for seconds in (0, tg.SAME_CAUSE_S):
+                now[0] += seconds
+                signal.raise_signal(number)
+            assert received == [signal.SIGUSR1, number, number]
             now[0] += 0.1
             with pytest.raises(Ended) if ends else contextlib.nullcontext():
                 signal.raise_signal(number)
-            assert received == [signal.SIGHUP, number, number]
+            assert received == [signal.SIGUSR1, number, number, number]
         assert signal.getsignal(number) == end
     finally:
         signal.signal(number, before)

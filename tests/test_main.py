@@ -149,6 +149,15 @@ def test_running_out_of_memory_is_a_failure_that_names_the_rank(tg, capfd, monke
         assert re.fullmatch(wanted, capfd.readouterr().err)
 
 
+def test_the_home_folder_is_meant_by_a_tilde(tg, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(tg, "train", lambda config, *more: pytest.fail(f"{config.log_dir} {config.checkpoint_dir}")
+                        if "~" in config.log_dir + config.checkpoint_dir else dict(status="finished",
+                                                                                   checkpoint_failed=False))
+    assert tg.main(["--preset=tiny", "--log_dir=~/logs", "--checkpoint_dir=~/c", "--checkpoint_every_steps=1"]) == 0
+    assert (tmp_path / "logs").is_dir() and (tmp_path / "c").is_dir()
+
+
 def test_running_out_of_memory_before_the_rank_is_known_is_one_line_too(tg, capfd, monkeypatch, tmp_path):
     def full(*args):
         raise torch.OutOfMemoryError("no context")

@@ -533,6 +533,39 @@ def nan_on_one_rank(rank, size, argv, log_dir):
     return main_as_rank(rank, size, argv, log_dir) + (len(calls),)
 
 
+def main_with_more(rank, size, argv, log_dir, more):
+    """main() where rank 1, as if on another host, has one option that differs."""
+    kept = [word for word in argv if not rank or word.split("=")[0] != more.split("=")[0]]
+    return main_as_rank(rank, size, kept + [more] * rank, log_dir)
+
+
+@pytest.mark.parametrize("more, said", [
+    ("--lr_matrix=0.5", "setting lr_matrix differs: 0.039 on rank 0, 0.5 on rank 1"),
+    ("--val_tokens=30", "setting val_tokens differs: .* on rank 0, 30 on rank 1"),
+    ("--num_steps=9", "setting num_steps differs: 3 on rank 0, 9 on rank 1"),
+    ("--val_files=OTHER", "val file 1 differs: .* on rank 0, .* on rank 1")])
+def test_hosts_that_differ_are_refused_before_the_first_step(run_ranks, files, tmp_path, more, said):
+    """Their losses would be summed over other targets, or their collectives would not match."""
+    other = tmp_path / "other_val_0.bin"
+    other.write_bytes(raw_shard(learnable_tokens(1000, 77)))
+    more = more.replace("OTHER", str(other))
+    options = small_options(**files, num_steps=3)
+    for code, _, err in run_ranks(2, main_with_more, options, tmp_path / "logs", more):
+        assert code == 2 and (re.search(said, err) or not err), err
+    assert len(list((tmp_path / "logs").glob("*.txt"))) == 1
+
+
+def main_of_another_source(rank, size, argv, log_dir):
+    tg = load_train_gpt()
+    tg.SOURCE += "# stale\n" * rank
+    return main_as_rank(rank, size, argv, log_dir)
+
+
+def test_a_host_with_another_source_is_refused(run_ranks, files, tmp_path):
+    [(code, _, err), _] = run_ranks(2, main_of_another_source, small_options(**files), tmp_path)
+    assert code == 2 and "the source differs: " in err and "rank 1" in err
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(run_ranks, files, tmp_path):
     options = small_options(**files, num_steps=40, val_every_steps=20)
     answers = run_ranks(2, nan_on_one_rank, options, str(tmp_path))
@@ -719,8 +752,8 @@ def test_epochs_are_counted_in_the_log(files, tmp_path):
 def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, monkeypatch):
     monkeypatch.setitem(tg.STAGES, "plain", (tg.Stage(1.0, 10, 3, 0.0),))
     run = small_run(files, max_epochs=4)
-    starts = run.train_stream.document_starts(0, EOD)
-    lengths = [b - a for a, b in zip(starts, [*starts[1:], run.train_stream.starts[1]])]
+    starts = list(run.train_stream.marks(EOD))
+    lengths = [b - a for a, b in zip(starts, [*starts[1:], run.train_stream.num_tokens])]
     needed = 3 * 1536 * sum(lengths) / sum(min(n, 10) for n in lengths)
     said = tg.budget(run.config, run.train_stream)
     assert f"needs about {needed:,.0f} tokens" in said and needed > 1.5 * 3 * 1536
@@ -729,6 +762,17 @@ def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, 
     assert more == 16
     with pytest.raises(tg.Refusal, match=f"allowed 4. Add about {more} shard"):
         tg.budget(run.config, run.train_stream)
+
+
+def test_the_budget_sees_a_document_that_fills_many_shards(tg, tmp_path):
+    """Each shard alone looks like a short document; of the whole one, clipping leaves a tenth."""
+    tokens = np.array([EOD, *[7] * 19_999])
+    for k, part in enumerate(np.split(tokens, 20)):
+        (tmp_path / f"t_{k:02}.bin").write_bytes(raw_shard(part))
+    (tmp_path / "v_0.bin").write_bytes(raw_shard(tokens[:50]))
+    files = dict(train_files=f"{tmp_path}/t_*.bin", val_files=f"{tmp_path}/v_0.bin")
+    with pytest.raises(tg.Refusal, match="epochs, allowed 1"):
+        small_run(files, num_steps=13, val_tokens=20, max_epochs=1)
 
 
 @pytest.mark.parametrize("lengths", [(10, 5990), (3000,)])
@@ -811,7 +855,9 @@ def test_broken_shards_end_the_run_before_it_starts(tg, tmp_path, monkeypatch, c
     assert "val_loss" not in answer.logs[0]
 
 
-def test_a_bad_token_in_a_later_shard_ends_the_run_when_it_is_reached(tg, files, tmp_path):
+def test_a_bad_token_in_a_later_shard_ends_the_run_when_it_is_reached(tg, files, tmp_path, monkeypatch):
+    """Shards within the first SAMPLE_TOKENS are searched before the run; these stand for later ones."""
+    monkeypatch.setattr(tg, "SAMPLE_TOKENS", 3000)
     tokens = learnable_tokens(3000, 5)
     (tmp_path / "train_0.bin").write_bytes(raw_shard(tokens))
     tokens[1234] = 300
@@ -885,6 +931,11 @@ def test_the_dataset_card_sets_the_vocabulary_and_contradictions_are_refused(tg,
     tg.build(replaced(config, val_tokens=0), tg.World(), dict(eod_id=60, vocab_size=200))
     run = tg.build(replaced(config, **files, val_tokens=0), tg.World(), overrides)          # one card is enough
     assert (run.config.vocab_size, run.config.eod_id) == (200, 60)
+    both = files["train_files"] + "," + write_small_shards(other)["train_files"]             # also within one split
+    assert tg.build(replaced(config, **files | dict(train_files=both), val_tokens=0), tg.World(), {}).train_stream.card
+    (other / "dataset.json").write_text(json.dumps(dict(tokenizer="bytes", vocab_size=200, eod_id=61)))
+    with pytest.raises(tg.Refusal, match="other/dataset.json: .*'eod_id': 61.* but another folder's has .*: 60"):
+        tg.build(replaced(config, **files | dict(train_files=both), val_tokens=0), tg.World(), {})
     for card in (dict(tokenizer="own", vocab_size=201, eod_id=60), dict(tokenizer="own", vocab_size=200, eod_id=61),
                  dict(tokenizer="other", vocab_size=200, eod_id=60)):
         (other / "dataset.json").write_text(json.dumps(card))

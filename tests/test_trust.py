@@ -342,6 +342,20 @@ def test_self_check_allows_a_twentieth_of_validation_to_be_known(tg, tmp_path, k
         tg.self_check(run, log)
 
 
+def test_self_check_looks_beyond_the_first_training_file_and_says_how_far(tg, tmp_path, monkeypatch):
+    argv = byte_run(tmp_path)
+    (tmp_path / "train_2.bin").write_bytes((tmp_path / "val_1.bin").read_bytes())
+    (tmp_path / "train_2.bin").write_bytes(raw_shard(np.concatenate(
+        [np.fromfile(tmp_path / "val_1.bin", np.uint16)[512:].astype(int), [256, 97, 98]])))
+    run, log = built(tg, argv)
+    with pytest.raises(tg.Failure, match="validation documents begin like one of .*train_1.bin or the 1 shards after"):
+        tg.self_check(run, log)
+    monkeypatch.setattr(tg, "SAMPLE_TOKENS", 9000)
+    run, log = built(tg, argv)
+    tg.self_check(run, log)
+    assert "0 of" in log.path.read_text() and "(1 of 2 shards looked at)" in log.path.read_text()
+
+
 def test_self_check_looks_into_every_validation_file(tg, tmp_path):
     argv, rng = byte_run(tmp_path), np.random.default_rng(4)
     documents = [np.concatenate(([256], rng.integers(97, 123, 70))) for _ in range(30)]
