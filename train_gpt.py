@@ -2117,7 +2117,7 @@ class Store:
     def __init__(self, folder: Path, log: RunLog):
         self.folder, self.log = folder, log
         self.last: Path | None = None                    # the newest checkpoint that is whole
-        self.written: list[Path] = []
+        self.written: list[Path] = []                    # those that are kept, of this run
         self.failed = False                              # whether the latest attempt did
         self.writing = threading.Thread()                # none at first
 
@@ -2210,8 +2210,7 @@ def stop_signals() -> Iterator[list[int]]:
             if moments[-1] - moments[0] > SAME_CAUSE_S:
                 signal.signal(number, handlers_before[number])
                 signal.raise_signal(number)
-    # Under nohup SIGHUP stays ignored. Not in torchrun's ranks, of which each leads a session: torchrun does
-    # not ignore it and kills its ranks then, so they must save
+    # Under nohup SIGHUP stays ignored; not in ranks (each leads a session) of torchrun, which kills them then
     keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or not keeps_hang_up:
@@ -2415,7 +2414,7 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
     c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
     header = {"run_id": log.run_id, **facts(run, overrides, argv)}
     progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
-    need_equal_ranks(world, header)
+    need_equal_hosts(world, header)
     first = load_checkpoint(run, progress) if c.resume else 0
     log.header(SOURCE, header)
     log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
@@ -2768,11 +2767,13 @@ def identity(header: dict, tensors: Iterable[tuple[str, Tensor]] = (), but_for=R
 
 def difference(then: dict, now: dict) -> tuple | None:
     """The first key under which two dicts hold different values, with both values; None if there is none."""
-    pairs = ((key, then.get(key, "nothing"), now.get(key, "nothing")) for key in then | now)
-    return next((found for found in pairs if found[1] != found[2]), None)
+    for key in then | now:
+        old, new = then.get(key, "nothing"), now.get(key, "nothing")
+        if old != new:
+            return key, old, new
 
 
-def need_equal_ranks(world: World, header: dict) -> None:
+def need_equal_hosts(world: World, header: dict) -> None:
     """Raises Refusal, on all ranks, where one (of another host) has other settings, data or source."""
     mine = identity(header, but_for=PATH_SETTINGS) | {"the source": header["source_sha256"]}
     found = [mine] * world.size
