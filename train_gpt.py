@@ -184,7 +184,7 @@ PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": SPRINT,
     "mile": SPRINT | dict(     # three minutes of one GPU
-        num_steps=2530, val_tokens=2 ** 22, target_loss=0.0, num_layers=9, long_layers=(3, 8),
+        num_steps=2700, max_epochs=2, val_tokens=2 ** 22, target_loss=0.0, num_layers=9, long_layers=(3, 8),
         no_attention_layers=(4, 6), value_layers=(1, 7, 8)),
     "small": SPRINT | dict(    # for a card of 24 GB
         num_steps=1330, row_tokens=16_384, micro_rows=1, num_layers=5, long_layers=(1, 4), value_layers=(4,),
@@ -263,8 +263,7 @@ def parse_config(argv: list[str], default_preset: str = "record") -> tuple[Confi
         if key not in fields:
             near = [name for name in fields if key and (key in name or name in key or name[:4] == key[:4])]
             raise Refusal(f"--{key:.99}: no such key; near it: {', '.join(near) or 'none'} (see --help)")
-        if key in overrides:
-            raise Refusal(f"--{key}: given twice, expected once")
+        refuse_if(key in overrides, f"--{key}: given twice, expected once")
         overrides[key] = parse_value(fields[key], text if equals else "on")
     preset = overrides.pop("preset", default_preset)
     config = Config(**{"preset": preset, **PRESETS[preset], **overrides})
@@ -286,8 +285,7 @@ def num_parameters(c: Config) -> int:
 def check_config(c: Config) -> None:
     """Raises Refusal when settings can't work, alone or together."""
     def need(ok: bool, key: str, expected: str) -> None:
-        if not ok:
-            raise Refusal(f"--{key}={getattr(c, key)!s:.99}: expected {expected}")
+        refuse_if(not ok, f"--{key}={getattr(c, key)!s:.99}: expected {expected}")
 
     for f in dataclasses.fields(c):
         low, high, shown = f.metadata["low"], f.metadata["high"], f.metadata["high"]
@@ -433,7 +431,7 @@ class Kernels(NamedTuple):
     fp8: bool = False                        # the MLPs' products; those of the output head in training
     graphs: bool = False                     # CUDA graphs of forward and backward (Recorder)
     dtype: torch.dtype = torch.float32       # of weights and activations
-    small_tiles: bool = False                # FlexAttention in SMALL_TILES
+    small_tiles: bool = False                # of FlexAttention, for GPUs with little shared memory (4090)
 
 
 def choose_kernels(device: torch.device, compilation: str = "auto", attention: str = "auto",
@@ -589,11 +587,11 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
 # fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
 X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
-# e5m2 holds |dL / dlogits| up to 7. It is at most (1 + the sum of further targets' weights, in all stages at
-# most 0.75) x (the softcap's steepest slope, cap / (4 width), at most 4): in the record 1.75 x 0.77 = 1.34
+# e5m2 holds |dL / dlogits| up to 57,344 / 8192 = 7 = (1 + 0.75) x 4. 0.75: the most that the weights of
+# further targets may sum to (see Stage). 4: the steepest softcap that check_config lets pass. Record: 1.34
 G_SCALE = 8192.0
-# e4m3 holds an MLP's relu^2 up to 28,672 (seen: 7,648). Cut off, it would grow: gradients don't see the cut
-HIDDEN_SCALE = 1 / 64   # records/LOG.md, "hidden states cut off at 448"
+# e4m3 holds an MLP's relu^2 up to 28,672 (seen: 7,648). If it were cut off, training would go on enlarging
+HIDDEN_SCALE = 1 / 64   # it, as backward ignores the cut: records/LOG.md, "hidden states cut off at 448"
 
 class Fp8Linear(torch.autograd.Function):
     """linear with the product in fp8 (e4m3). Its gradients are bf16's: rounding counts as the identity."""
@@ -647,6 +645,7 @@ def head_gradients(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log
     else:
         grad = grad.to(x.dtype)
         dx, dw = grad @ w, grad.t() @ x
+    # dL/dlog_copy = -e^log_copy / P = blame - 1; both are 0 where there is no target
     d_lm, d_copy = -blame[0], blame[0] - (targets_KT[0] >= 0).float()
     return losses.sum(), dx, dw, d_lm, d_copy
 
@@ -666,7 +665,7 @@ class HeadLoss(torch.autograd.Function):
         return None, dx, dw, None, d_lm, d_copy, None, None, None
 
 
-def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[Tensor, Tensor]:
+def candidate_set(targets: Tensor, vocab: int, count: int, start: int | Tensor) -> tuple[Tensor, Tensor]:
     """Candidates, the ids of a sampled softmax: all distinct targets, then negatives out of a fixed walk.
     targets: any shape, -1 for none; where more than count are distinct, some are left out.
     -> ids [count], each once; place_of_id [vocab]: where in ids each id stands, -1 where it is left out.
@@ -676,8 +675,9 @@ def candidate_set(targets: Tensor, vocab: int, count: int, start: int) -> tuple[
     device = targets.device
     walk = (torch.arange(vocab, device=device) + start % vocab) * stride % vocab        # every id once
     slots = torch.where(targets < 0, vocab, targets).flatten().long()      # slot `vocab` collects targets -1
-    is_target = torch.zeros(vocab + 1, dtype=torch.int32, device=device).scatter_(0, slots, 1)[walk]
-    # The place of each id of the walk: targets first, then the others, both in the walk's order
+    is_target_id = torch.zeros(vocab + 1, dtype=torch.int32, device=device).scatter_(0, slots, 1)
+    is_target = is_target_id[walk]       # of the j-th id of the walk, as all places below
+    # Where the j-th id goes: targets first, then the others, both in the walk's order
     place_of_target = is_target.cumsum(0) - 1
     place_of_other = is_target.sum() + (1 - is_target).cumsum(0) - 1
     place = torch.where(is_target > 0, place_of_target, place_of_other).clamp(max=count)
@@ -743,8 +743,8 @@ class Mask(NamedTuple):
     One of dense and blocks is set."""
     segments_BT: Tensor
     same_document_BT: Tensor                     # bool: the token before is of the same segment
-    # 0-D bool: long layers take a part of each key from the token before (see Attention). It is here because
-    # masks differ between long and short layers anyway; as a Python bool it would cost a graph (see Kernels)
+    # 0-D bool: long layers take a part of each key from the token before (see Attention). It travels with the
+    # mask, as a tensor, so that long and short layers share one compiled graph (see Kernels)
     offset_keys: Tensor | None = None
     dense: Tensor | None = None                  # [B, 1, T, T], True where attention is allowed
     blocks: tuple[Tensor, ...] | None = None     # FlexAttention's lists, see block_mask
@@ -801,17 +801,17 @@ def block_mask(segments_BT: Tensor, window_blocks: Tensor, block: int) -> Mask:
         """The same lists with i itself at a place [B, n] of the list of block i."""
         return torch.where(i == place[:, :, None], i[:, None], lists)
 
-    # Blocks of unseen keys end before block i's first segment; those from full_low on begin in its last one.
-    # Where block i itself holds two segments, no earlier block begins in its last one: then none is full.
+    # For block i of queries: blocks of unseen keys end before its first segment; those from full_low on begin
+    # in its last. If it holds two segments itself, no earlier block begins in its last: then none is full.
     low = torch.maximum(blocks_where(last[:, None, :] < first[:, :, None]), farthest_key).clamp(min=0)
     full_low = torch.maximum(blocks_where(first[:, None, :] < last[:, :, None]), low)
     full_low = torch.minimum(full_low, i)
-    # Of keys: query blocks up to high begin in block i's last segment; up to full_high they end in its first.
+    # For block i of keys: query blocks up to high begin in its last segment, up to full_high end in its first
     high = torch.minimum(blocks_where(first[:, None, :] <= last[:, :, None]) - 1, farthest_query)
     full_high = torch.minimum(blocks_where(last[:, None, :] <= first[:, :, None]) - 1, farthest_query)
     full_high = torch.maximum(full_high, i)
     num_partial_keys, num_partial_queries = full_low - low + 1, high - full_high + 1
-    # In turn: how many count, and the list
+    # In turn: how many count, and the list; in the order of BlockMask's arguments
     lists = (num_partial_keys, with_diagonal(counted_from(low), num_partial_keys - 1),
              i - full_low, counted_from(full_low),
              # place 0, where full_high stands, is given to i; full_high + 1 .. follow
@@ -898,8 +898,8 @@ class Group(NamedTuple):
     lr: float
     betas: tuple[float | None, float | None] = (None, None)
     eps: float | None = None
-    # Cautious decay: where a step shrinks W, W loses the fraction decay x lr x lr besides (of muon's tall
-    # matrices sqrt(R / C) times that); in the record 1.2 x 0.031^2. The decay falls faster than the steps do.
+    # Cautious decay: where a step shrinks W, W also loses decay x lr^2 of itself (tall matrices of muon
+    # sqrt(R / C) times that). lr is this step's, so the decay falls with its square.
     decay: float = 0.0
     ema: bool = False            # the final weights are blended with their average over the end of the run
     matmul: bool = False         # these are matrices that multiply activations: utilisation counts them
@@ -964,15 +964,15 @@ def merge_rows(ids: Tensor, grads: Tensor, unused: int, sum_by_id: Callable) -> 
     return ordered.masked_fill(is_repeated, unused), sum_by_id(ordered, place, grads)
 
 
-def rows_update(rows, grad, mean_square, second, age, used, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
+def rows_update(rows, grad, mean_square, second, age, is_row, lr, beta2, eps, decay) -> tuple[Tensor, Tensor]:
     """Row-wise RMS steps without momentum for this rank's columns [M, width] of M rows, decayed (see Group).
     From record 92 of the public race.
     v <- b^age v + (1 - b) mean of G^2, age: updates since the row's last one;  p <- p - lr G / sqrt(v)
-    Without bias correction a row's first step is 1 / sqrt(1 - b), 4.5, times lr: rare rows learn at once.
-    mean_square [M]: of the rows' gradients over all ranks' columns, so it comes from outside; used [M]: false
-    for slots that hold no row. -> new columns, new second moments (v, [M]). Nothing is changed in place."""
-    weight, grad = rows.float(), grad.float() * used[:, None]
-    second = second * beta2 ** age + (1 - beta2) * mean_square * used
+    Without bias correction a row's first step is lr / sqrt(1 - b), 4.5 lr for 0.95: rare rows learn at once.
+    second [M]: v; mean_square [M]: over all ranks' columns, so it comes from outside; is_row [M]: false for
+    slots that hold none. -> new columns and v, which RowBank.update writes: these are copies of its own."""
+    weight, grad = rows.float(), grad.float() * is_row[:, None]
+    second = second * beta2 ** age + (1 - beta2) * mean_square * is_row
     cautious_step(weight, lr * grad / (second.sqrt() + eps)[:, None], decay * lr * lr)
     return weight.to(rows.dtype), second
 
@@ -1044,7 +1044,7 @@ class DenseBank(Bank):
     def __init__(self, group: Group, world: World):
         self.group, self.world, self.steps = group, world, 0
         rule, params = RULES[group.kind], list(group.params.values())
-        unit, align = torch.Size(), 128          # shape of an entry: a number (128 of them: 256 bytes)
+        unit, align = torch.Size(), 128          # counts numbers; a parameter begins at a multiple of 128
         if rule.layout == "matrices":
             unit, align = params[0].shape[-2:], 1
         self.slices, num_units = {}, 0           # parameter -> its part of the first dimension
@@ -1128,6 +1128,7 @@ class RowBank(Bank):
         self.ids, self.grads, self.grad_shard = ids, grads, grads
         if size == 1:
             return []
+        # [size M, width]: part r holds rank r's columns of this rank's gradients
         columns_by_rank = torch.cat(F.pad(grads, (0, size * self.width - grads.size(1))).chunk(size, 1))
         self.ids, self.grads = ids.new_empty(size * len(ids)), torch.empty_like(columns_by_rank)
         return [all_gather(self.ids, ids, async_op=True),
@@ -1174,7 +1175,7 @@ class RowBank(Bank):
         self.ids = self.grads = self.grad_shard = None
 
     def tensors(self) -> list[Tensor]:
-        return list(self.state.values())
+        return list(self.state.values())         # rate 0 writes the table's rows back as they were
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         for kind, tensor in self.state_to_save().items():
@@ -1282,7 +1283,7 @@ class View(NamedTuple):
     candidates: int = 0          # ids in the training softmax, 0 = all
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
     # What changes from step to step: tensors in training, so that a Recorder can record the pass
-    row: int | Tensor = 0        # [], running number of this batch's first row: it picks the row's candidates
+    first_row: int | Tensor = 0  # 0-D, number of this pass's first row over the run: where its walk begins
     further_weights: Tensor | None = None      # of the losses of further targets, one for each
 
 
@@ -1306,7 +1307,7 @@ def input_states(token_embeddings_BTE, rows_JBTE, signs_JBT, sign_pool, mix) -> 
     return norm(token_embeddings_BTE) + mix * (rows_JBTE * sign_pool[signs_JBT]).sum(0)
 
 
-# Random odd numbers, one for each token of an n-gram, the newest first: of the hashes that pick row and signs
+# Random odd numbers: factors[k] multiplies the token k places back
 ROW_FACTORS = (36_313, 27_191, 14_563, 51_977)
 SIGN_FACTORS = (25_391, 44_203, 17_489, 30_631)
 SIGN_POOL = 8191        # vectors of signs, a prime
@@ -1530,11 +1531,11 @@ class GPT(nn.Module):
         log_lm, log_copy = self.pointer(x, tokens, targets, mask)
         num_further = 0 if view.further_weights is None else len(view.further_weights)
         targets_BKT = all_targets(targets, mask.segments_BT, num_further)
-        # Not earlier: without gradients every block would be compiled once more, for validation
+        # Not earlier: blocks and pointer would be compiled once more. So validation runs these with gradients
         with torch.set_grad_enabled(view.training):
             # unbind: its backward pass stacks the rows' gradients once; x[i] would add up B padded copies
             rows = zip(x.unbind(), targets_BKT.unbind(), log_lm.unbind(), log_copy.unbind())
-            return sum(self.row_loss(*row, view, view.row + i) for i, row in enumerate(rows))
+            return sum(self.row_loss(*row, view, view.first_row + i) for i, row in enumerate(rows))
 
     def row_loss(self, x_TE: Tensor, targets_KT: Tensor, log_lm: Tensor, log_copy: Tensor, view: View,
                  row: int | Tensor) -> Tensor:
@@ -1556,7 +1557,7 @@ class GPT(nn.Module):
 def param_groups(c: Config, model: nn.Module) -> list[Group]:
     """How parameters learn (see Group), in the order of reduction. A muon group's matrices have one shape.
     Raises ValueError for a parameter that no pattern or more than one matches."""
-    # table
+    # table: rows may be wider than 110 columns
     table = (
         #     name            kind    pattern              lr               betas        eps    decay  ema   matmul
         Group("embed",        "adam", r"embed",            c.lr_embed,      (.5, .99),   1e-10, .75,  True,  True),
@@ -1691,7 +1692,7 @@ class TokenStream:
                            fingerprint=fingerprint(path)) for path, shard in zip(paths, self.shards)]
         self.starts = [0, *itertools.accumulate(map(len, self.shards))]      # of each shard; the stream's end
         self.num_tokens = self.starts[-1]
-        # Shards that stand for all where looking at all takes too long: the first ones of SAMPLE_TOKENS
+        # Where looking at all takes too long: the first shards, of SAMPLE_TOKENS at most (one at least)
         self.sample = range(max(1, bisect.bisect_right(self.starts, SAMPLE_TOKENS) - 1))
         refuse_if(self.num_tokens < 2, f"{paths[0]}: holds 1 token; expected 2, an input and its target")
         self.indexed: dict[tuple[int, int], list[int]] = {}              # what document_starts has found
@@ -1906,7 +1907,7 @@ def candidates_at(c: Config, step: int) -> int:
 
 
 def further_weights_at(c: Config, step: int) -> tuple[float, ...]:
-    """Weights of the losses of further targets, linear within a stage: as many as the stage begins with."""
+    """Weights of the losses of further targets. They move linearly to those of the next stage, or to 0."""
     stages, stage = STAGES[c.stages], stage_at(c, step)
     i = stages.index(stage)
     begin = stages[i - 1].until if i > 0 else 0.0
@@ -1940,10 +1941,10 @@ def ema_rate_at(c: Config, step: int) -> float:
     just before the last ema_frac of the run, 0 before that; in it 3 / (its steps), so that it looks back over
     about a third of them."""
     length = c.ema_frac * c.num_steps
-    steps_inside = step - max(0.0, c.num_steps - 1 - length)
-    if c.ema_blend == 0 or steps_inside < 0:
+    copy_step = max(0.0, c.num_steps - 1 - length)       # in the record 1874, and 625 steps follow
+    if c.ema_blend == 0 or step < copy_step:
         return 0.0
-    return 1.0 if steps_inside < 1 else min(1.0, 3 / length)
+    return 1.0 if step < copy_step + 1 else min(1.0, 3 / length)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2303,14 +2304,14 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex, c.graphs)
     refuse_if(kernels.compile and not world.is_cuda and not find_compiler(),
               "--compile=on: no C compiler was found, which it needs; install gcc or use --compile=off")
-    check_memory(c, world, kernels)
+    check_memory(c, world)
     torch._dynamo.config.recompile_limit = 64        # graphs of one function, of which stages ask for many
     torch.manual_seed(c.seed)
     with torch.device(world.device):
         model = GPT(c, kernels)
     optimizer = Optimizer(param_groups(c, model), world, kernels.compile and world.is_cuda)
     recorder = Recorder(partial(forward_backward, model), world.device, kernels.graphs)
-    micro_rows = c.micro_rows or c.batch_tokens            # auto: as many as there are, at first
+    micro_rows = c.micro_rows or c.batch_tokens            # auto: no limit, until fit_memory lowers it
     return Run(c, world, kernels, model, optimizer, train_stream, val_stream, micro_rows, recorder, notes)
 
 
@@ -2334,7 +2335,7 @@ def train_view(run: Run, step: int) -> View:
     row, *weights = (torch.full((), number, device=world.device)
                      for number in (first_row, *further_weights_at(c, step)))
     return View(stage_at(c, step).window, candidates_at(c, step), training=True,
-                row=row, further_weights=torch.stack(weights) if weights else row.new_empty(0))
+                first_row=row, further_weights=torch.stack(weights) if weights else row.new_empty(0))
 
 
 def rows_at_once(run: Run, step: int) -> int:
@@ -2346,9 +2347,9 @@ def rows_at_once(run: Run, step: int) -> int:
 def forward_backward(model: GPT, view: View, step_tokens: int, inputs: Tensor, targets: Tensor, row: Tensor,
                      further_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One pass, which adds to the parameters' gradients: what a Recorder may record of a step.
-    step_tokens: of all passes and ranks, so that parts add up to the mean; row, further_weights: see View.
+    step_tokens: of all passes and ranks, so that parts add up to the mean; row: View's first_row.
     -> this pass's part of the loss, ids of n-gram rows looked up [J, B, T], their gradients [J, B, T, E]."""
-    loss = model(inputs, targets, view._replace(row=row, further_weights=further_weights)) / step_tokens
+    loss = model(inputs, targets, view._replace(first_row=row, further_weights=further_weights)) / step_tokens
     loss.backward()
     ids, rows = model.looked_up
     return loss.detach(), ids, rows.grad
@@ -2360,11 +2361,11 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
     all ranks' stop."""
     c, world = run.config, run.world
     view, rows, step_tokens = train_view(run, step), rows_at_once(run, step), rows_at(c, step) * c.row_tokens
-    constants = view._replace(row=0, further_weights=None), step_tokens      # what changes is an input
+    constants = view._replace(first_row=0, further_weights=None), step_tokens    # tensors: what changes
     loss, touched = torch.zeros((), device=world.device), run.model.ngrams.touched
     for first in range(0, len(batch.inputs), rows):
         inputs, targets = batch.inputs[first:first + rows], batch.targets[first:first + rows]
-        part_loss, ids, grads = run.forward_backward(constants, inputs, targets, view.row + first,
+        part_loss, ids, grads = run.forward_backward(constants, inputs, targets, view.first_row + first,
                                                      view.further_weights)
         loss += part_loss
         if first + rows < len(batch.inputs):             # the next pass replays into the same tensors
@@ -2397,7 +2398,7 @@ def warmup(run: Run, log: RunLog) -> None:
     for step in last_steps(c):
         num_rows = rows_at(c, step)
         tokens = torch.zeros(rows_per_rank(num_rows, world.size), c.row_tokens, dtype=torch.int32)
-        for _ in range(2):               # the first step compiles, the second records
+        for _ in range(2):       # the first step compiles, the second records; a Recorder copies its inputs
             train_step(run, step, Batch(tokens, tokens, run.position), 0.0)
         log.event(f"note: warm-up with {num_rows} rows, {process_age_s():.1f} s after the start")
     tokens = torch.zeros(rows_at_once(run, c.num_steps), c.row_tokens, dtype=torch.int32, device=world.device)
@@ -2410,19 +2411,19 @@ def warmup(run: Run, log: RunLog) -> None:
 
 def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list[str]) -> dict:
     """The whole run. -> the result that the log's last line holds. Raises Refusal or Failure."""
-    run = build(config, world, overrides)
-    c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
-    header = {"run_id": log.run_id, **facts(run, overrides, argv)}
-    progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
-    need_equal_hosts(world, header)
-    first = load_checkpoint(run, progress) if c.resume else 0
-    log.header(SOURCE, header)
-    log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
-              f"{run.kernels}")
-    for note in run.notes:
-        log.event("note: " + note)
-    if world.is_cuda:
-        with compiler_beside(run, argv):
+    with compiler_beside(config, world, argv):
+        run = build(config, world, overrides)
+        c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
+        header = {"run_id": log.run_id, **facts(run, overrides, argv)}
+        progress = Progress(c, log, clock, [bank.group.name for bank in banks], header)
+        need_equal_hosts(world, header)
+        first = load_checkpoint(run, progress) if c.resume else 0
+        log.header(SOURCE, header)
+        log.event(f"note: {world.size} x {world.device.type}, {header['parameters']['total']:,} parameters, "
+                  f"{run.kernels}")
+        for note in run.notes:
+            log.event("note: " + note)
+        if world.is_cuda:
             warmup(run, log)
     if c.self_check == "on":
         self_check(run, log)
@@ -2550,8 +2551,7 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
 
 
 def budget(c: Config, stream: TokenStream) -> str:
-    """Tokens needed against tokens there, in words. Raises Refusal when max_epochs doesn't suffice. What
-    clipping drops is estimated from a sample of the shards."""
+    """Tokens needed (what clipping drops: estimated from a sample) and there, in words. Raises Refusal."""
     available = stream.num_tokens - 1
     borders = [mark for k in stream.sample for mark in stream.document_starts(k, c.eod_id)]
     borders.append(stream.starts[len(stream.sample)])
@@ -2571,23 +2571,23 @@ def budget(c: Config, stream: TokenStream) -> str:
 
 
 def padding_in_words(c: Config, size: int) -> str:
-    """Share of empty rows where size ranks can't share each step's rows evenly, and who gets nothing else."""
+    """Share of empty rows, where size ranks can't share each step's rows evenly."""
     num_rows = [rows for rows, _ in plan_from(c, 0)]
     share = 1 - sum(num_rows) / sum(size * rows_per_rank(rows, size) for rows in num_rows)
-    text = f"{share:.1%} of the rows are padding"
-    for rows, steps in Counter(num_rows).items():
-        idle = size - math.ceil(rows / rows_per_rank(rows, size))
-        if idle:
-            text += f"; {size} ranks for {rows} rows: {idle} idle in {steps / c.num_steps:.0%} of the steps"
-    return text
+    return f"{share:.1%} of the rows are padding"
 
 
-def check_memory(c: Config, world: World, kernels: Kernels) -> None:
-    """Raises Refusal when model and optimizer can't fit, before a byte of it is allocated. Counts the least:
-    weights and, of all but the table, gradients and (shared by the ranks) 8 bytes of averages."""
+def least_memory(c: Config, world: World) -> float:
+    """Bytes of model and optimizer on each rank: weights (of 2 bytes on a GPU) and, of all but the table,
+    gradients and (shared by the ranks) 8 bytes of averages."""
     count, table = num_parameters(c), len(c.table_orders) * c.table_rows * c.model_dim
-    item = kernels.dtype.itemsize
-    needed = table * item + (count - table) * (2 * item + 8 / world.size)
+    item = 2 if world.is_cuda else 4
+    return table * item + (count - table) * (2 * item + 8 / world.size)
+
+
+def check_memory(c: Config, world: World) -> None:
+    """Raises Refusal when model and optimizer can't fit, before a byte of it is allocated."""
+    count, needed = num_parameters(c), least_memory(c, world)
     if world.is_cuda:
         there = torch.cuda.mem_get_info()[0]
     else:
@@ -2627,8 +2627,7 @@ def fit_memory(run: Run, log: RunLog) -> None:
         run.micro_rows = rows - 1
 
 
-# By how much of itself the loss may move when tokens change that no scored prediction may see. It should not
-# move at all, since the same sums are formed; a GPU may form them in another order.
+# By how much of itself the loss may move when unseen tokens change. 0 but for the order of a GPU's sums
 SELF_CHECK_TOLERANCE = {"cpu": 1e-8, "cuda": 1e-6}
 SHORT_DOCUMENT = 13                # tokens; odd, so that documents begin at every offset modulo 2, 4, 8, ..
 
@@ -2754,8 +2753,7 @@ def facts(run: Run, overrides: dict, argv: list[str]) -> dict:
 
 
 def identity(header: dict, tensors: Iterable[tuple[str, Tensor]] = (), but_for=RESUME_MAY_CHANGE) -> dict:
-    """What a checkpoint and the run that resumes from it must have in common, in JSON's types. but_for:
-    settings that may differ."""
+    """What a checkpoint and the run that resumes from it must share, as JSON. but_for: what need not."""
     same = {f"setting {key}": value for key, value in header["config"].items() if key not in but_for}
     same |= {f"stage {number}": stage for number, stage in enumerate(header.get("stages", []), 1)}
     for split in ("train", "val"):
@@ -2821,17 +2819,17 @@ def load_checkpoint(run: Run, progress: Progress) -> int:
     return step
 
 
-COMPILER_BYTES_PER_TOKEN = 3 * 2 ** 18    # measured: training with so many at once, and the helper beside it
+COMPILER_BYTES_PER_TOKEN = 3 * 2 ** 18   # of a pass; measured: the record's training and the helper beside it
 COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that makes a process such a helper
 
 @contextlib.contextmanager
-def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
-    """While it is open, a second process of each host, where the GPU has memory for two models, compiles what
-    follows the blocks (they share a cache on disk). Not in a deterministic run, whose graphs are others, nor
-    while it is still to be found out how many rows fit (micro_rows 0)."""
-    c, free = run.config, torch.cuda.mem_get_info()[0]
-    is_wanted = run.kernels.compile and run.world.local == 0 and c.deterministic == "off" and c.micro_rows > 0
-    if not is_wanted or free < COMPILER_BYTES_PER_TOKEN * c.micro_rows * c.row_tokens:
+def compiler_beside(c: Config, world: World, argv: list[str]) -> Iterator[None]:
+    """While it is open, a second process of each host compiles what follows the blocks (they share a cache on
+    disk), if the GPU has memory for both. Not if deterministic (other graphs) or micro_rows is auto (0)."""
+    is_wanted = c.compile != "off" and world.local == 0 and c.deterministic == "off" and c.micro_rows > 0
+    relative_size = max(1.0, c.num_layers * c.model_dim / (11 * 768))        # the record's is 1
+    needed = COMPILER_BYTES_PER_TOKEN * c.micro_rows * c.row_tokens * relative_size + least_memory(c, world)
+    if not (world.is_cuda and is_wanted) or torch.cuda.mem_get_info()[0] < needed:
         yield
         return
     options = [f"--preset={c.preset}", *(word for word in argv if not word.startswith("--preset="))]
@@ -2844,22 +2842,24 @@ def compiler_beside(run: Run, argv: list[str]) -> Iterator[None]:
 
 
 def compile_beside(argv: list[str]) -> int:
-    """In a process of its own while warmup compiles the blocks: compile pointer, head and optimizer."""
+    """In a process of its own while warmup compiles the blocks: compile pointer, head and optimizer. The last
+    stage first, as warmup does; then backwards, to meet warmup, which goes on with the first one."""
     config, overrides = parse_config(argv)
     small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows
     run = build(dataclasses.replace(config, table_rows=small_table), init_world(), overrides)
     c, model, device = run.config, run.model, run.world.device
-    for step in last_steps(c):
+    steps = last_steps(c)[::-1]
+    for step in steps:
         shape = rows_at_once(run, step), c.row_tokens
         tokens, targets = torch.zeros(2, *shape, dtype=torch.int32, device=device)
         x = torch.randn(*shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
         mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
         model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
-    with torch.no_grad():
-        for bank in run.optimizer.banks:
-            bank.world = World()                                   # without collectives
-            bank.ids, bank.grads = tokens[0].long(), x[0]       # for rows_update, which takes any width
-            run.optimizer.update(bank, 0.0, 0.9)
+        for bank in run.optimizer.banks if step == steps[0] else ():
+            bank.world = World()                         # without collectives
+            bank.ids, bank.grads = tokens[0].long(), x[0].detach()      # for rows_update, of any width
+            with torch.no_grad():
+                run.optimizer.update(bank, 0.0, 0.9)
     return 0
 
 
@@ -2889,9 +2889,9 @@ def main(argv: list[str]) -> int:
         preset = default_preset()
         config, overrides = parse_config(argv, preset)
         # A shell leaves the ~ of --log_dir=~/x; find_shards sees to its own
-        config = dataclasses.replace(config, log_dir=os.path.expanduser(config.log_dir),
-                                     checkpoint_dir=os.path.expanduser(config.checkpoint_dir),
-                                     resume=os.path.expanduser(config.resume))
+        log_dir, checkpoint_dir, resume = map(
+            os.path.expanduser, (config.log_dir, config.checkpoint_dir, config.resume))
+        config = dataclasses.replace(config, log_dir=log_dir, checkpoint_dir=checkpoint_dir, resume=resume)
         torch.use_deterministic_algorithms(config.deterministic == "on")
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all

@@ -50,8 +50,8 @@ def test_small_and_mile_are_the_sprint_with_less_memory_and_longer(tg):
         preset="small", num_steps=1330, row_tokens=16_384, micro_rows=1, num_layers=5, long_layers=(1, 4),
         value_layers=(4,), table_rows=1_048_573)
     assert {key: mile[key] for key in mile if mile[key] != sprint[key]} == dict(
-        preset="mile", num_steps=2530, val_tokens=4_194_304, target_loss=0.0, num_layers=9, long_layers=(3, 8),
-        no_attention_layers=(4, 6), value_layers=(1, 7, 8))
+        preset="mile", num_steps=2700, max_epochs=2, val_tokens=4_194_304, target_loss=0.0, num_layers=9,
+        long_layers=(3, 8), no_attention_layers=(4, 6), value_layers=(1, 7, 8))
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):

@@ -341,7 +341,7 @@ def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax():
     tokens, targets = random_tokens(4, 64), random_tokens(4, 64, seed=5)
     asked = view(4)
     full, wanted = loss_and_gradients(model, tokens, targets, asked)
-    sampled, found = loss_and_gradients(model, tokens, targets, asked._replace(candidates=384, row=3))
+    sampled, found = loss_and_gradients(model, tokens, targets, asked._replace(candidates=384, first_row=3))
     assert sampled == pytest.approx(full, rel=1e-6)
     assert "ngrams" in found
     for name, g in wanted.items():
@@ -352,7 +352,7 @@ def test_fewer_candidates_give_a_smaller_loss_and_move_no_row_but_theirs_and_tho
     model = randomise(small_model())
     tokens, targets = random_tokens(4, 64), random_tokens(4, 64, seed=5)
     full, wanted = loss_and_gradients(model, tokens, targets, view(4))
-    sampled, found = loss_and_gradients(model, tokens, targets, view(4, candidates=128, row=7))
+    sampled, found = loss_and_gradients(model, tokens, targets, view(4, candidates=128, first_row=7))
     assert sampled < full
     used = set(tokens.flatten().tolist())
     for i in range(4):

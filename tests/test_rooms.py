@@ -27,24 +27,24 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room("Door", 54, ()),
-    Room("Configuration", 179, ()),
+    Room("Door", 52, ()),
+    Room("Configuration", 177, ()),
     Room("World", 67, ()),
-    Room("Kernels", 281, ()),
-    Room("Optimizer", 250, (2, 3)),
-    Room("Model", 230, (1, 3, 4)),
+    Room("Kernels", 278, ()),
+    Room("Optimizer", 249, (2, 3)),
+    Room("Model", 227, (1, 3, 4)),
     Room("Data", 201, ()),
-    Room("Schedules", 52, (1,)),
+    Room("Schedules", 51, (1,)),
     Room("Log and checkpoint", 245, (1, 2)),
-    Room("Training", 462, (1, 2, 3, 4, 5, 6, 7, 8)),
+    Room("Training", 461, (1, 2, 3, 4, 5, 6, 7, 8)),
     Room("Front door", 50, (1, 2, 8, 9)),
 )
 DOOR, CONFIGURATION, WORLD, KERNELS, OPTIMIZER, MODEL, DATA, SCHEDULES, LOG, TRAINING, FRONT_DOOR = range(len(ROOMS))
 
 RULE = "# " + "-" * 118
-FILE_CODE_CAP, FILE_LINE_CAP, COLUMN_CAP = 2060, 2930, 110     # wanted: 1900 and 2700
+FILE_CODE_CAP, FILE_LINE_CAP, COLUMN_CAP = 2058, 2930, 110     # wanted: 1900 and 2700
 ATTEMPT_SPARE = 100     # lines that an attempt (another file than the root's) may have above each of these ceilings
-TABLE, END_OF_TABLE = "# table", "# end of table"       # between these lines rows may be wider than COLUMN_CAP
+TABLE, END_OF_TABLE = "# table: rows may be wider than 110 columns", "# end of table"
 HEAD_LINES = range(2, 10)       # comment lines under a room's title
 FUNCTION_CAP, FORWARD_CAP = 80, 60
 
@@ -658,11 +658,11 @@ BAD_TEXT = [  # check, where it is said to be, what is said, how the good text i
     (check_file_size, "whole file", f"{FILE_LINE_CAP + 1} lines", lambda text: "# x\n" * (FILE_LINE_CAP + 1)),
     (check_text, "room 10 (Front door)", "111 columns", lambda text: text + "#" * 111 + "\n"),
     (check_text, "room 10 (Front door)", "112 columns",
-     lambda text: text + f"    # table\n{'#' * 120}\n    # end of table\n{'#' * 112}\n"),
-    (check_text, "room 10 (Front door)", "'# table' without", lambda text: text + "# table\n# table\n"),
+     lambda text: text + f"    {TABLE}\n{'#' * 120}\n    # end of table\n{'#' * 112}\n"),
+    (check_text, "room 10 (Front door)", f"'{TABLE}' without", lambda text: text + f"{TABLE}\n{TABLE}\n"),
     (check_text, "room 10 (Front door)", "'# end of table' without", lambda text: text + "# end of table\n"),
     (check_text, "room 1 (Configuration)", "a room begins inside a table",
-     lambda text: text.replace("# 0. Door\n", "# 0. Door\n# table\n")),
+     lambda text: text.replace("# 0. Door\n", f"# 0. Door\n{TABLE}\n")),
     (check_text, "room 10 (Front door)", r"'\xb5', allowed: ASCII", lambda text: text + "# \u00b5\n"),
 ]
 
@@ -739,7 +739,7 @@ INNOCENT = [  # room, code that a rough check would take for a violation
     (MODEL, "class B:\n    def forward(self, x, dim):\n        return x if dim == 3 else x + 1\n"),
     (KERNELS, "def f():\n" + "    # comment\n" * 90 + "    return 1\n"),
     (KERNELS, "def f():\n    '''" + "doc\n" * 90 + "    '''\n"),
-    (SCHEDULES, f"# table\nrows = (\n    {'1, ' * 36}\n)\n# end of table\n"),
+    (SCHEDULES, f"{TABLE}\nrows = (\n    {'1, ' * 36}\n)\n# end of table\n"),
     (OPTIMIZER, "def f(x):\n    return dist.reduce_scatter_tensor(x), torch.distributed.get_rank()\n"),
     (WORLD, "def f():\n    import datetime\n    return datetime.timedelta(minutes=1)\n"),
 ]

@@ -170,7 +170,7 @@ def test_the_gradient_is_that_of_the_mean_loss_over_the_whole_batch(tg, files, a
     log_lm, log_copy = model.pointer(hidden, batch.inputs, batch.targets, masks["long"])
     loss = 0.0
     for row in range(6):
-        start = (asked.row + row) * (asked.candidates + 1)
+        start = (asked.first_row + row) * (asked.candidates + 1)
         ids = tg.candidate_set(batch.targets[row], 384, asked.candidates, start)[0]
         logp = (23 * torch.sigmoid((hidden[row] @ model.embed[ids].T + 5) / 7.5)).log_softmax(-1)
         for t, target in enumerate(batch.targets[row].tolist()):
@@ -200,12 +200,12 @@ def test_micro_batches_are_equal_and_at_most_micro_rows(tg, files, micro_rows, w
 def test_rows_are_numbered_over_steps_and_ranks(tg, files):
     """No two rows of neighbouring steps draw the same negatives, and ranks have those of one process."""
     run = small_run(files, batch_tokens=32 * 64)
-    first = [tg.train_view(run, step).row for step in range(3)]
+    first = [tg.train_view(run, step).first_row for step in range(3)]
     sizes = [tg.rows_at(run.config, step) for step in range(3)]
     assert all(first[i] + sizes[i] <= first[i + 1] for i in range(2))
     for rank in range(5):
         run.world = tg.World(rank, 5)
-        assert [tg.train_view(run, step).row for step in range(3)] == [
+        assert [tg.train_view(run, step).first_row for step in range(3)] == [
             a + rank * -(-n // 5) for a, n in zip(first, sizes)]
 
 
@@ -261,7 +261,7 @@ def test_each_step_takes_rate_momentum_and_view_from_the_schedules(tg, files):
         return forward(inputs, targets, view)
 
     def plain(view):
-        return view._replace(row=view.row.tolist(), further_weights=view.further_weights.tolist())
+        return view._replace(first_row=view.first_row.tolist(), further_weights=view.further_weights.tolist())
     run.optimizer.step, run.model.forward = note, seen
     c = run.config
     for step, batch in enumerate(small_batches(run)):
@@ -396,26 +396,27 @@ def test_a_second_process_compiles_what_follows_the_blocks(tg, files, monkeypatc
     assert len([a for a in asked["beside"] if a[0] == "loss"]) == 4                # stages
 
 
-@pytest.mark.parametrize("change, started", [
-    ({}, True), (dict(compile=False), False), (dict(local=1), False), (dict(deterministic="on"), False),
-    (dict(micro_rows=4), False)])
+@pytest.mark.parametrize("change, local, device, started", [
+    ({}, 0, "cuda", True), ({}, 0, "cpu", False), (dict(compile="off"), 0, "cuda", False), ({}, 1, "cuda", False),
+    (dict(deterministic="on"), 0, "cuda", False), (dict(micro_rows=4), 0, "cuda", False),
+    (dict(micro_rows=0), 0, "cuda", False), (dict(num_layers=14, model_dim=768), 0, "cuda", False)])
 def test_the_second_process_is_started_only_where_it_helps_and_fits_and_ended_with_the_warm_up(
-        tg, files, tmp_path, monkeypatch, change, started):
-    """Free is enough for 200 tokens at once: three rows of 64, not four."""
+        tg, files, tmp_path, monkeypatch, change, local, device, started):
+    """Free is enough for the model and 200 tokens at once: three rows of 64, not four, nor three of a larger model."""
     copy = tmp_path / "my-idea 2.py"                         # no name for an import statement
     copy.write_text("import time; time.sleep(600)")
     monkeypatch.setattr(tg, "__file__", str(copy))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (200 * 3 * 2 ** 18, 80 * 2 ** 30))
+    config = replaced(small_run(files, micro_rows=3).config, **change)
+    world = tg.World(local=local, device=torch.device(device))
+    free = 200 * 3 * 2 ** 18 + tg.least_memory(config, world)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2 ** 30))
     processes, popen = [], subprocess.Popen
 
     def noting(*args, **more):
         processes.append(popen(*args, **more))
         return processes[0]
     monkeypatch.setattr(tg.subprocess, "Popen", noting)
-    run = small_run(files, micro_rows=change.get("micro_rows", 3), deterministic=change.get("deterministic", "off"))
-    run.kernels = run.kernels._replace(compile=change.get("compile", True))
-    run.world = tg.World(local=change.get("local", 0))
-    with pytest.raises(KeyError), tg.compiler_beside(run, []):
+    with pytest.raises(KeyError), tg.compiler_beside(config, world, []):
         assert [process.poll() for process in processes] == [None] * started
         raise KeyError("warm-up failed")
     assert [process.returncode for process in processes] == [-9] * started
@@ -814,7 +815,7 @@ def test_what_cannot_fit_is_refused_before_a_byte_of_it_is_allocated(tg, files, 
     for share in (0.5, 1.0):
         monkeypatch.setattr(tg.os, "sysconf", lambda name, share=share: held * share if name == "SC_PHYS_PAGES" else 1)
         with contextlib.suppress(tg.Refusal):
-            tg.check_memory(run.config, run.world, run.kernels)
+            tg.check_memory(run.config, run.world)
             asked.append(share)
     assert asked == [1.0]
 
@@ -833,7 +834,7 @@ def test_weights_gradients_and_shared_averages_are_what_is_needed(tg, files, mon
                                          (0.98, 9, False)):
         machine[0], process[0] = machine[0] * needed, process[0] * needed if process[0] else resource.RLIM_INFINITY
         with contextlib.nullcontext() if fits else pytest.raises(tg.Refusal, match="parameters need"):
-            tg.check_memory(run.config, tg.World(size - 1, size), run.kernels)
+            tg.check_memory(run.config, tg.World(size - 1, size))
 
 
 BROKEN = ["TRUNC", "ODD", "EXTRA", b"", bytes(500), "FMT32", "LFS", "OOV"]
