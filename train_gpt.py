@@ -1593,7 +1593,7 @@ def param_groups(c: Config, model: nn.Module) -> list[Group]:
 SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
 SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 1024                    # 256 int32: magic, version, number of tokens, unused
-SCAN_TOKENS = 2 ** 18                        # searched at once, so that they fit a cache as int32
+SCAN_TOKENS = 2 ** 14                        # searched at once: few, so that they are the work of one thread
 HASHED_TOKENS = 64                           # documents that begin with the same ones count as the same
 MAX_MEAN_LENGTH = 10 ** 6                    # of documents, in tokens: no text has longer ones
 SAMPLE_TOKENS = 10 ** 8                      # of training data, looked at before a run
