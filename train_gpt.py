@@ -135,7 +135,7 @@ class Config:
     no_attention_layers: tuple[int, ...] = setting((4, 6, 8), "layers of an MLP only", high="num_layers")
     value_layers: tuple[int, ...] = setting((1, 2, 9, 10), "layers with a value embedding", high="num_layers")
     copy_dim: int = setting(128, "of the copy pointer's queries and keys", 8, 2 ** 24)
-    table_rows: int = setting(4_194_301, "hashed rows for each order, a prime; 1 is as good as none", low=1)
+    table_rows: int = setting(4_194_301, "hashed rows for each order, prime; 1 = one for all n-grams", low=1)
     table_orders: tuple[int, ...] = setting((2, 3), "n of the n-grams in the hashed table", 1, 4)
     block_tokens: int = setting(128, "granularity of windows and block masks", 1, 2 ** 24)
     attention_scale: float = setting(0.1, "factor of query times key before the softmax")
@@ -306,7 +306,7 @@ def check_config(c: Config) -> None:
     need(len(c.table_orders) > 0, "table_orders", "at least one number")
     need(len(c.softcap) == 3, "softcap", "three numbers: cap, shift, width")
     cap, _, width = c.softcap
-    fits = 0 < cap <= min(80, 16 * width)        # 80: exp stays in fp32; 16: G_SCALE allows a slope of 4
+    fits = 0 < cap <= min(80, 16 * width)        # 80: exp stays in fp32; 16: cap / (4 width) <= 4 (G_SCALE)
     need(fits, "softcap", "cap, shift, width with a cap more than 0, at most 80 and at most 16 widths")
 
 
@@ -1772,7 +1772,7 @@ class Planner:
                     yield epoch, begin, end
                     begin = end
             first_mark = next(self.stream.marks(self.eod_id), 0)
-            epoch, begin = epoch + 1, first_mark if first_mark < last else 0
+            epoch, begin = epoch + 1, first_mark if first_mark < last else 0      # 0: no mark
 
     def begin_document(self, max_doc_tokens: int) -> None:
         """Move on to the next document, clipped to max_doc_tokens (0: not at all)."""
@@ -2211,7 +2211,7 @@ def stop_signals() -> Iterator[list[int]]:
             if moments[-1] - moments[0] > SAME_CAUSE_S:
                 signal.signal(number, handlers_before[number])
                 signal.raise_signal(number)
-    # Under nohup SIGHUP stays ignored; not in ranks (each leads a session) of torchrun, which kills them then
+    # Under nohup SIGHUP stays ignored, but not in ranks (session leaders) of torchrun, which kills them if so
     keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or not keeps_hang_up:
@@ -2857,7 +2857,7 @@ def compile_beside(argv: list[str]) -> int:
         model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
         for bank in run.optimizer.banks if step == steps[0] else ():
             bank.world = World()                         # without collectives
-            bank.ids, bank.grads = tokens[0].long(), x[0].detach()      # for rows_update, of any width
+            bank.ids, bank.grads = tokens[0].long(), x[0].detach()       # as RowBank.reduce would set them
             with torch.no_grad():
                 run.optimizer.update(bank, 0.0, 0.9)
     return 0
