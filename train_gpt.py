@@ -2439,8 +2439,8 @@ def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list
         advice = f"go on with --resume={store.last}" if store.last else "no checkpoint was written"
         result["reason"] = f"{signal.Signals(result['signal']).name}; {advice}"
         log.event("note: " + result["reason"])
-    position, step, ms = run.position, result["step"], clock.total_ms
-    log.event(f"note: data at epoch {position.epoch}, {position.dropped_tokens:,} tokens dropped by clipping")
+    data, step, ms = run.position, result["step"], clock.total_ms
+    log.event(f"note: data: epoch {data.epoch + 1} of {c.max_epochs}, {data.dropped_tokens:,} tokens clipped")
     need_finite(f"step {step}", {f"the weights of {bank.group.name}": bank.weight for bank in banks})
     if c.self_check == "on":
         need_no_faults(run, "after the last step", unequal_ranks(run))

@@ -747,7 +747,7 @@ def test_one_small_shard_is_enough_for_three_steps_and_refused_for_fifty(tg, fil
 
 def test_epochs_are_counted_in_the_log(files, tmp_path):
     answer = call_main(small_options(**files, num_steps=12), tmp_path)           # 8,448 of 6,000 tokens
-    assert answer.code == 0 and "note: data at epoch 1, 0 tokens dropped by clipping" in answer.events
+    assert answer.code == 0 and "note: data: epoch 2 of 100, 0 tokens clipped" in answer.events
 
 
 def test_the_budget_counts_clipped_tails_and_names_the_shards_to_add(tg, files, monkeypatch):
