@@ -588,7 +588,7 @@ def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
 X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
 # e5m2 holds |dL / dlogits| up to 57,344 / 8192 = 7 = (1 + 0.75) x 4. 0.75: the most that the weights of
-# further targets may sum to (see Stage). 4: the steepest softcap that check_config lets pass. Record: 1.34
+# further targets may sum to (see Stage). 4: the steepest softcap, cap / (4 width), that check_config allows
 G_SCALE = 8192.0
 # e4m3 holds an MLP's relu^2 up to 28,672 (seen: 7,648). If it were cut off, training would go on enlarging
 HIDDEN_SCALE = 1 / 64   # it, as backward ignores the cut: records/LOG.md, "hidden states cut off at 448"
@@ -1425,10 +1425,10 @@ class Pointer(nn.Module):
     def __init__(self, c: Config, dtype: torch.dtype):
         super().__init__()
         self.block = c.block_tokens
+        # The ends of these names, _qk, _gates and _scales, choose their groups: see param_groups
         self.copy_qk = matrix(3, c.copy_dim, c.model_dim, dtype=dtype)      # queries, keys, keys before
         self.sentinel_gates = nn.Parameter(torch.zeros(1, c.model_dim, dtype=dtype))
-        # Scale of queries; bias of the sentinel, large: no copies yet. Names end as param_groups' patterns
-        self.copy_scales = scalars(1.0, 16.0)
+        self.copy_scales = scalars(1.0, 16.0)      # of queries; bias of the sentinel, large: no copies yet
 
     def project(self, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, D], the sentinel's score [B, T]."""
@@ -1557,7 +1557,7 @@ class GPT(nn.Module):
 def param_groups(c: Config, model: nn.Module) -> list[Group]:
     """How parameters learn (see Group), in the order of reduction. A muon group's matrices have one shape.
     Raises ValueError for a parameter that no pattern or more than one matches."""
-    # table: rows may be wider than 110 columns
+    # table (tests/test_rooms.py lets these lines be wider than others)
     table = (
         #     name            kind    pattern              lr               betas        eps    decay  ema   matmul
         Group("embed",        "adam", r"embed",            c.lr_embed,      (.5, .99),   1e-10, .75,  True,  True),
@@ -1593,7 +1593,7 @@ def param_groups(c: Config, model: nn.Module) -> list[Group]:
 SHARD_MAGIC = 20_240_520                     # of FineWeb's shards of 16-bit tokens
 SHARD_VERSION = 1
 SHARD_HEADER_BYTES = 1024                    # 256 int32: magic, version, number of tokens, unused
-SCAN_TOKENS = 2 ** 14                        # searched at once: few, so that they are the work of one thread
+SCAN_TOKENS = 2 ** 14                        # searched at once: so few that torch takes one thread for them
 HASHED_TOKENS = 64                           # documents that begin with the same ones count as the same
 MAX_MEAN_LENGTH = 10 ** 6                    # of documents, in tokens: no text has longer ones
 SAMPLE_TOKENS = 10 ** 8                      # of training data, looked at before a run
@@ -2211,7 +2211,7 @@ def stop_signals() -> Iterator[list[int]]:
             if moments[-1] - moments[0] > SAME_CAUSE_S:
                 signal.signal(number, handlers_before[number])
                 signal.raise_signal(number)
-    # Under nohup SIGHUP stays ignored, but not in ranks (session leaders) of torchrun, which kills them if so
+    # Under nohup SIGHUP stays ignored; not in ranks (session leaders): torchrun kills those that don't end
     keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or not keeps_hang_up:
@@ -2361,7 +2361,7 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
     all ranks' stop."""
     c, world = run.config, run.world
     view, rows, step_tokens = train_view(run, step), rows_at_once(run, step), rows_at(c, step) * c.row_tokens
-    constants = view._replace(first_row=0, further_weights=None), step_tokens    # tensors: what changes
+    constants = view._replace(first_row=0, further_weights=None), step_tokens    # all but its tensors
     loss, touched = torch.zeros((), device=world.device), run.model.ngrams.touched
     for first in range(0, len(batch.inputs), rows):
         inputs, targets = batch.inputs[first:first + rows], batch.targets[first:first + rows]
@@ -2379,7 +2379,7 @@ def train_step(run: Run, step: int, batch: Batch, lr_scale: float, stop: int = 0
 
 
 def evaluate(run: Run) -> float:
-    """Mean loss over the val_tokens targets, on all ranks, with shapes and graphs of the last stage."""
+    """Mean loss over the val_tokens targets, on all ranks, in the last stage's shape, already compiled."""
     c, world = run.config, run.world
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for inputs, targets in validation_rows(run.val_stream, c.val_tokens, c.row_tokens, c.val_overlap,
@@ -2411,7 +2411,7 @@ def warmup(run: Run, log: RunLog) -> None:
 
 def train(config: Config, world: World, log: RunLog, overrides: dict, argv: list[str]) -> dict:
     """The whole run. -> the result that the log's last line holds. Raises Refusal or Failure."""
-    with compiler_beside(config, world, argv):
+    with compiler_beside(config, world, argv):       # on a GPU a second process compiles meanwhile
         run = build(config, world, overrides)
         c, clock, banks = run.config, Clock(world.device), run.optimizer.banks
         header = {"run_id": log.run_id, **facts(run, overrides, argv)}
