@@ -1283,7 +1283,7 @@ class View(NamedTuple):
     candidates: int = 0          # ids in the training softmax, 0 = all
     training: bool = False       # whether gradients and looked-up rows are wanted, or only the loss
     # What changes from step to step: tensors in training, so that a Recorder can record the pass
-    first_row: int | Tensor = 0  # 0-D, number of this pass's first row over the run: where its walk begins
+    first_row: int | Tensor = 0  # 0-D, number of this pass's first row in the run: it picks candidates
     further_weights: Tensor | None = None      # of the losses of further targets, one for each
 
 
@@ -1772,7 +1772,7 @@ class Planner:
                     yield epoch, begin, end
                     begin = end
             first_mark = next(self.stream.marks(self.eod_id), 0)
-            epoch, begin = epoch + 1, first_mark if first_mark < last else 0      # 0: no mark
+            epoch, begin = epoch + 1, first_mark if first_mark < last else 0
 
     def begin_document(self, max_doc_tokens: int) -> None:
         """Move on to the next document, clipped to max_doc_tokens (0: not at all)."""
@@ -1907,7 +1907,8 @@ def candidates_at(c: Config, step: int) -> int:
 
 
 def further_weights_at(c: Config, step: int) -> tuple[float, ...]:
-    """Weights of the losses of further targets. They move linearly to those of the next stage, or to 0."""
+    """Weights of the losses of further targets, as many as the stage begins with. They move linearly
+    to those of the next stage, or to 0."""
     stages, stage = STAGES[c.stages], stage_at(c, step)
     i = stages.index(stage)
     begin = stages[i - 1].until if i > 0 else 0.0
@@ -2211,7 +2212,8 @@ def stop_signals() -> Iterator[list[int]]:
             if moments[-1] - moments[0] > SAME_CAUSE_S:
                 signal.signal(number, handlers_before[number])
                 signal.raise_signal(number)
-    # Under nohup SIGHUP stays ignored; not in ranks (session leaders): torchrun kills those that don't end
+    # Under nohup SIGHUP stays ignored. Not in torchrun's ranks, of which each leads a session: torchrun does
+    # not ignore it and kills its ranks then, so they must save
     keeps_hang_up = handlers_before[signal.SIGHUP] == signal.SIG_IGN and os.getsid(0) != os.getpid()
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or not keeps_hang_up:
@@ -2304,7 +2306,7 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     kernels = choose_kernels(world.device, c.compile, c.attention, c.fp8, c.fits_flex, c.graphs)
     refuse_if(kernels.compile and not world.is_cuda and not find_compiler(),
               "--compile=on: no C compiler was found, which it needs; install gcc or use --compile=off")
-    check_memory(c, world)
+    check_memory(c, world, kernels)
     torch._dynamo.config.recompile_limit = 64        # graphs of one function, of which stages ask for many
     torch.manual_seed(c.seed)
     with torch.device(world.device):
@@ -2487,9 +2489,8 @@ def loop(run: Run, progress: Progress, store: Store, signals: list[int], profile
                 result["status"] = "finished" if is_last else "target_reached"
             else:
                 clock.resume()
-        ended, is_due = result["status"], False
-        if c.checkpoint_every_steps:                      # then also at the end
-            is_due = ended != "" or (step > first and step % c.checkpoint_every_steps == 0)
+        ended, every = result["status"], c.checkpoint_every_steps
+        is_due = every > 0 and (ended != "" or (step > first and step % every == 0))     # also at the end
         if is_due or ended == "stopped":
             save_checkpoint(run, store, step, progress)
         if ended:
@@ -2551,7 +2552,8 @@ def open_data(c: Config, overrides: dict) -> tuple[Config, TokenStream, TokenStr
 
 
 def budget(c: Config, stream: TokenStream) -> str:
-    """Tokens needed (what clipping drops: estimated from a sample) and there, in words. Raises Refusal."""
+    """Tokens needed against tokens there, in words. Raises Refusal when max_epochs doesn't suffice. What
+    clipping drops is estimated from a sample of the shards."""
     available = stream.num_tokens - 1
     borders = [mark for k in stream.sample for mark in stream.document_starts(k, c.eod_id)]
     borders.append(stream.starts[len(stream.sample)])
@@ -2571,23 +2573,22 @@ def budget(c: Config, stream: TokenStream) -> str:
 
 
 def padding_in_words(c: Config, size: int) -> str:
-    """Share of empty rows, where size ranks can't share each step's rows evenly."""
+    """Share of empty rows where size ranks can't share each step's rows evenly, and who gets nothing else."""
     num_rows = [rows for rows, _ in plan_from(c, 0)]
     share = 1 - sum(num_rows) / sum(size * rows_per_rank(rows, size) for rows in num_rows)
-    return f"{share:.1%} of the rows are padding"
+    text = f"{share:.1%} of the rows are padding"
+    for rows, steps in Counter(num_rows).items():
+        if idle := size - math.ceil(rows / rows_per_rank(rows, size)):
+            text += f"; {size} ranks for {rows} rows: {idle} idle in {steps / c.num_steps:.0%} of the steps"
+    return text
 
 
-def least_memory(c: Config, world: World) -> float:
-    """Bytes of model and optimizer on each rank: weights (of 2 bytes on a GPU) and, of all but the table,
-    gradients and (shared by the ranks) 8 bytes of averages."""
+def check_memory(c: Config, world: World, kernels: Kernels) -> None:
+    """Raises Refusal when model and optimizer can't fit, before a byte of it is allocated. Counts the least:
+    weights and, of all but the table, gradients and (shared by the ranks) 8 bytes of averages."""
     count, table = num_parameters(c), len(c.table_orders) * c.table_rows * c.model_dim
-    item = 2 if world.is_cuda else 4
-    return table * item + (count - table) * (2 * item + 8 / world.size)
-
-
-def check_memory(c: Config, world: World) -> None:
-    """Raises Refusal when model and optimizer can't fit, before a byte of it is allocated."""
-    count, needed = num_parameters(c), least_memory(c, world)
+    item = kernels.dtype.itemsize
+    needed = table * item + (count - table) * (2 * item + 8 / world.size)
     if world.is_cuda:
         there = torch.cuda.mem_get_info()[0]
     else:
@@ -2819,7 +2820,7 @@ def load_checkpoint(run: Run, progress: Progress) -> int:
     return step
 
 
-COMPILER_BYTES_PER_TOKEN = 3 * 2 ** 18   # of a pass; measured: the record's training and the helper beside it
+COMPILER_BYTES_PER_TOKEN = 3 * 2 ** 18    # measured: training with so many at once, and the helper beside it
 COMPILE_BESIDE = "compile-beside"        # the word behind the file's name that makes a process such a helper
 
 @contextlib.contextmanager
@@ -2827,8 +2828,9 @@ def compiler_beside(c: Config, world: World, argv: list[str]) -> Iterator[None]:
     """While it is open, a second process of each host compiles what follows the blocks (they share a cache on
     disk), if the GPU has memory for both. Not if deterministic (other graphs) or micro_rows is auto (0)."""
     is_wanted = c.compile != "off" and world.local == 0 and c.deterministic == "off" and c.micro_rows > 0
-    relative_size = max(1.0, c.num_layers * c.model_dim / (11 * 768))        # the record's is 1
-    needed = COMPILER_BYTES_PER_TOKEN * c.micro_rows * c.row_tokens * relative_size + least_memory(c, world)
+    relative_size = max(1.0, c.num_layers * c.model_dim / (11 * 768))       # 1 up to the record's size
+    needed = COMPILER_BYTES_PER_TOKEN * c.micro_rows * c.row_tokens * relative_size
+    needed += 2 * num_parameters(c)                      # the weights, in bf16
     if not (world.is_cuda and is_wanted) or torch.cuda.mem_get_info()[0] < needed:
         yield
         return
@@ -2842,24 +2844,22 @@ def compiler_beside(c: Config, world: World, argv: list[str]) -> Iterator[None]:
 
 
 def compile_beside(argv: list[str]) -> int:
-    """In a process of its own while warmup compiles the blocks: compile pointer, head and optimizer. The last
-    stage first, as warmup does; then backwards, to meet warmup, which goes on with the first one."""
+    """In a process of its own while warmup compiles the blocks: compile pointer, head and optimizer."""
     config, overrides = parse_config(argv)
     small_table = min(config.table_rows, 1021)           # a graph doesn't depend on the number of rows
     run = build(dataclasses.replace(config, table_rows=small_table), init_world(), overrides)
     c, model, device = run.config, run.model, run.world.device
-    steps = last_steps(c)[::-1]
-    for step in steps:
+    for step in last_steps(c)[::-1]:                     # the last one first, as in warmup
         shape = rows_at_once(run, step), c.row_tokens
         tokens, targets = torch.zeros(2, *shape, dtype=torch.int32, device=device)
         x = torch.randn(*shape, c.model_dim, dtype=run.kernels.dtype, device=device, requires_grad=True)
         mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
         model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
-        for bank in run.optimizer.banks if step == steps[0] else ():
-            bank.world = World()                         # without collectives
-            bank.ids, bank.grads = tokens[0].long(), x[0].detach()       # as RowBank.reduce would set them
-            with torch.no_grad():
-                run.optimizer.update(bank, 0.0, 0.9)
+    with torch.no_grad():
+        for bank in run.optimizer.banks:
+            bank.world = World()                                   # without collectives
+            bank.ids, bank.grads = tokens[0].long(), x[0]       # as RowBank.reduce would set them
+            run.optimizer.update(bank, 0.0, 0.9)
     return 0
 
 
@@ -2889,9 +2889,9 @@ def main(argv: list[str]) -> int:
         preset = default_preset()
         config, overrides = parse_config(argv, preset)
         # A shell leaves the ~ of --log_dir=~/x; find_shards sees to its own
-        log_dir, checkpoint_dir, resume = map(
-            os.path.expanduser, (config.log_dir, config.checkpoint_dir, config.resume))
-        config = dataclasses.replace(config, log_dir=log_dir, checkpoint_dir=checkpoint_dir, resume=resume)
+        config = dataclasses.replace(config, log_dir=os.path.expanduser(config.log_dir),
+                                     checkpoint_dir=os.path.expanduser(config.checkpoint_dir),
+                                     resume=os.path.expanduser(config.resume))
         torch.use_deterministic_algorithms(config.deterministic == "on")
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all

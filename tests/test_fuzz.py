@@ -217,7 +217,7 @@ def config_case(tg, files, seed):
         assert config.num_steps <= 10 ** 6 and config.batch_tokens <= 2 ** 26
         if parameters(config) > 10 ** 12:                # 4 TB: refused before a byte of it is allocated
             with pytest.raises(tg.Refusal, match="parameters need .* GB on each rank"):
-                tg.check_memory(config, tg.World())
+                tg.check_memory(config, tg.World(), tg.Kernels())
         return "accepted, too large to try"
     try:
         run = tg.build(config, tg.World(), overrides)

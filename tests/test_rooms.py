@@ -36,13 +36,13 @@ ROOMS = (
     Room("Data", 201, ()),
     Room("Schedules", 51, (1,)),
     Room("Log and checkpoint", 245, (1, 2)),
-    Room("Training", 461, (1, 2, 3, 4, 5, 6, 7, 8)),
+    Room("Training", 462, (1, 2, 3, 4, 5, 6, 7, 8)),
     Room("Front door", 50, (1, 2, 8, 9)),
 )
 DOOR, CONFIGURATION, WORLD, KERNELS, OPTIMIZER, MODEL, DATA, SCHEDULES, LOG, TRAINING, FRONT_DOOR = range(len(ROOMS))
 
 RULE = "# " + "-" * 118
-FILE_CODE_CAP, FILE_LINE_CAP, COLUMN_CAP = 2058, 2930, 110     # wanted: 1900 and 2700
+FILE_CODE_CAP, FILE_LINE_CAP, COLUMN_CAP = 2059, 2930, 110     # wanted: 1900 and 2700
 ATTEMPT_SPARE = 100     # lines that an attempt (another file than the root's) may have above each of these ceilings
 TABLE, END_OF_TABLE = "# table (tests/test_rooms.py lets these lines be wider than others)", "# end of table"
 HEAD_LINES = range(2, 10)       # comment lines under a room's title

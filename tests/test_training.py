@@ -408,7 +408,7 @@ def test_the_second_process_is_started_only_where_it_helps_and_fits_and_ended_wi
     monkeypatch.setattr(tg, "__file__", str(copy))
     config = replaced(small_run(files, micro_rows=3).config, **change)
     world = tg.World(local=local, device=torch.device(device))
-    free = 200 * 3 * 2 ** 18 + tg.least_memory(config, world)
+    free = 200 * 3 * 2 ** 18 + 2 * tg.num_parameters(config)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2 ** 30))
     processes, popen = [], subprocess.Popen
 
@@ -815,7 +815,7 @@ def test_what_cannot_fit_is_refused_before_a_byte_of_it_is_allocated(tg, files, 
     for share in (0.5, 1.0):
         monkeypatch.setattr(tg.os, "sysconf", lambda name, share=share: held * share if name == "SC_PHYS_PAGES" else 1)
         with contextlib.suppress(tg.Refusal):
-            tg.check_memory(run.config, run.world)
+            tg.check_memory(run.config, run.world, run.kernels)
             asked.append(share)
     assert asked == [1.0]
 
@@ -834,7 +834,7 @@ def test_weights_gradients_and_shared_averages_are_what_is_needed(tg, files, mon
                                          (0.98, 9, False)):
         machine[0], process[0] = machine[0] * needed, process[0] * needed if process[0] else resource.RLIM_INFINITY
         with contextlib.nullcontext() if fits else pytest.raises(tg.Refusal, match="parameters need"):
-            tg.check_memory(run.config, tg.World(size - 1, size))
+            tg.check_memory(run.config, tg.World(size - 1, size), run.kernels)
 
 
 BROKEN = ["TRUNC", "ODD", "EXTRA", b"", bytes(500), "FMT32", "LFS", "OOV"]

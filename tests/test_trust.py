@@ -538,8 +538,9 @@ def test_an_empty_row_gives_no_loss_no_gradient_and_touches_no_row_of_the_table(
 
 @pytest.mark.parametrize("size, text", [
     (1, "0.0% of the rows are padding"), (2, "0.0% of the rows are padding"),
-    (3, "20.0% of the rows are padding"), (8, "25.0% of the rows are padding")])
-def test_padding_is_said(tg, tmp_path, monkeypatch, size, text):
+    (3, "20.0% of the rows are padding; 3 ranks for 4 rows: 1 idle in 50% of the steps"),
+    (8, "25.0% of the rows are padding; 8 ranks for 4 rows: 4 idle in 50% of the steps")])
+def test_padding_and_idle_ranks_are_said(tg, tmp_path, monkeypatch, size, text):
     """Steps of 4 rows and of 8: three ranks compute 6 and 9, eight compute 8 and 8."""
     monkeypatch.setitem(tg.STAGES, "record", (tg.Stage(0.5, 0, 3, 0.0, 0.5), tg.Stage(1.0, 0, 3, 0.0, 1.0)))
     config = tg.Config(num_steps=10, batch_tokens=8 * 64, row_tokens=64, block_tokens=16, val_overlap=0)
