@@ -15,8 +15,7 @@ A room uses only rooms above it: 0 Door, 1 Configuration, 2 World, 3 Kernels, 4 
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
 # Keeps the text of this very file for the log, before slow imports give anyone time to edit it; then imports.
-# Importing has no side effects: no device, thread or environment. An attempt at a record changes nothing here
-# but the claim above.
+# Importing has no side effects: no device, thread or environment. An attempt changes only the claim above.
 
 from pathlib import Path
 
@@ -149,7 +148,7 @@ class Config:
     cooldown_frac: float = setting(0.8, "last part of the run with a linearly falling rate", high=1)
     lr_floor: float = setting(0.3, "the rate it falls to, relative")
     ema_frac: float = setting(0.25, "last part of the run, whose weights are averaged", high=1)
-    ema_blend: float = setting(0.5, "share of the average in the final weights; 0 = none", high=1)
+    ema_blend: float = setting(0.7, "share of the average in the final weights; 0 = none", high=1)
     # Machine
     seed: int = setting(0, "of the initial weights")
     compile: str = setting("auto", "auto = on with a GPU")
@@ -178,14 +177,15 @@ SECTIONS = dict(preset="Data", num_steps="Length and batch", val_tokens="Validat
                 lr_matrix="Optimizer", seed="Machine", log_dir="Output", checkpoint_every_steps="Trust")
 SPRINT = dict(                 # small batches of one size, and rates to match
     num_steps=1230, batch_tokens=65_536, stages="sprint", row_tokens=32_768, micro_rows=2, val_tokens=2 ** 21,
-    target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3), no_attention_layers=(),
+    target_loss=3.48, num_layers=4, num_heads=4, long_layers=(1, 3), no_attention_layers=(), ema_blend=0.5,
     value_layers=(3,), lr_matrix=0.0195, lr_embed=0.0057, lr_value=0.424, lr_scalar=0.028, lr_table=0.6)
 PRESETS: dict[str, dict] = {
     "record": {},
     "sprint": SPRINT,
     "mile": SPRINT | dict(     # three minutes of one GPU
-        num_steps=2700, max_epochs=2, val_tokens=2 ** 22, target_loss=0.0, num_layers=9, long_layers=(3, 8),
-        no_attention_layers=(4, 6), value_layers=(1, 7, 8)),
+        num_steps=2670, val_tokens=2 ** 22, target_loss=0.0, num_layers=9, long_layers=(3, 8),
+        no_attention_layers=(4, 6), value_layers=(1, 7, 8), ema_blend=0.7, lr_matrix=0.0146, lr_embed=0.0043,
+        lr_value=0.318),
     "small": SPRINT | dict(    # for a card of 24 GB
         num_steps=1330, row_tokens=16_384, micro_rows=1, num_layers=5, long_layers=(1, 4), value_layers=(4,),
         table_rows=1_048_573),
@@ -408,8 +408,8 @@ def find_compiler() -> str | None:
 # 3. Kernels
 # The mathematics that hardware cares about: each piece has a plain reference, at most one fast path, and one
 # switch (Kernels). In order: the switch, CUDA graphs, orthogonalisation (for Muon), the output head's loss,
-# the sample of ids for that loss, sums of gradients by id, masks, attention. Usually changed:
-# orthogonalisation, softcap, what a query may see.
+# products in fp8, the sample of ids for that loss, sums of gradients by id, masks, attention. Usually
+# changed: orthogonalisation, softcap, what a query may see.
 
 # Shapes: B rows, T positions, H heads, D head width, E model width, V padded vocabulary,
 #         N matrices with sides R x C, n blocks in a row.
@@ -579,39 +579,37 @@ def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Te
 
 def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
     """scale * a8 [M, K] b8 [K, N] -> bf16. a8 row-major, b8 column-major: the hardware takes no other."""
-    scale_a = torch.full((), scale, dtype=torch.float32, device=a8.device)
-    scale_b = torch.full((), 1.0, dtype=torch.float32, device=a8.device)
-    return torch._scaled_mm(a8, b8, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
+    scales = (torch.full((), s, dtype=torch.float32, device=a8.device) for s in (scale, 1.0))
+    return torch._scaled_mm(a8, b8, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
 
 
-# fp8 scales are constants, so that all micro-batches see the same. e4m3 ends at 448, e5m2 at 57,344.
+# fp8 scales; those of the head are constants. e4m3 ends at 448, e5m2 at 57,344.
 X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
 # e5m2 holds |dL / dlogits| up to 57,344 / 8192 = 7 = (1 + 0.75) x 4. 0.75: the most that the weights of
 # further targets may sum to (see Stage). 4: the steepest softcap, cap / (4 width), that check_config allows
 G_SCALE = 8192.0
-# e4m3 holds an MLP's relu^2 up to 28,672 (seen: 7,648). If it were cut off, training would go on enlarging
-HIDDEN_SCALE = 1 / 64   # it, as backward ignores the cut: records/LOG.md, "hidden states cut off at 448"
+
+def fp8_product(x: Tensor, w: Tensor) -> Tensor:
+    """x [.., K] w^T for w [N, K], in e4m3 -> bf16 [.., N]. Each token is scaled by its own largest entry:
+    hidden states of some are a hundred times those of others, and gradients change in size over a run."""
+    scale = 448 / x.abs().amax(-1, keepdim=True).clamp(min=1e-30)        # the clamp is for tokens of zeros
+    x8, w8 = (x * scale).to(torch.float8_e4m3fn), (w * W_SCALE).to(torch.float8_e4m3fn)
+    y = fp8_matmul(x8.flatten(0, -2), w8.contiguous().t(), 1 / W_SCALE, fast_sums=True)
+    return y.unflatten(0, x.shape[:-1]) / scale
+
 
 class Fp8Linear(torch.autograd.Function):
-    """linear with the product in fp8 (e4m3). Its gradients are bf16's: rounding counts as the identity."""
+    """F.linear, the product and its gradient by x in fp8. Rounding counts as the identity."""
     @staticmethod
-    def forward(ctx, x, w, x_scale):
+    def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        x8 = (x * x_scale).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(0, -2)
-        w8 = (w * W_SCALE).to(torch.float8_e4m3fn).contiguous()
-        y = fp8_matmul(x8, w8.t(), 1 / (x_scale * W_SCALE), fast_sums=True)
-        return y.unflatten(0, x.shape[:-1])
+        return fp8_product(x, w)
 
     @staticmethod
     def backward(ctx, upstream):
         x, w = ctx.saved_tensors
-        return upstream @ w, upstream.flatten(0, -2).t() @ x.flatten(0, -2), None
-
-
-def linear(x: Tensor, w: Tensor, fp8: bool, x_scale: float) -> Tensor:
-    """x [.., K] w^T for w [N, K] -> [.., N]. x_scale: what fp8 multiplies x by."""
-    return Fp8Linear.apply(x, w, x_scale) if fp8 else F.linear(x, w)
+        return fp8_product(upstream, w.t()), upstream.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def logits_gradient(logits: Tensor, logsumexp: Tensor, targets: Tensor, blame: Tensor,
@@ -1414,8 +1412,9 @@ class Block(nn.Module):
         x = self.mix[0] * x + self.mix[1] * x0
         if self.attention is not None:
             x = x + self.attention(norm(x), ve, mask, rotary)
-        hidden = F.relu(linear(norm(x), self.up, self.fp8, X_SCALE)).square()
-        return x + linear(hidden, (self.down * self.mlp_scale).t(), self.fp8, HIDDEN_SCALE)
+        linear = Fp8Linear.apply if self.fp8 else F.linear
+        hidden = F.relu(linear(norm(x), self.up)).square()
+        return x + linear(hidden, (self.down * self.mlp_scale).t())
 
 
 class Pointer(nn.Module):
@@ -1877,7 +1876,7 @@ class Stage(NamedTuple):
 
 RECORD = (
     #     until  clip  window candidates share  further_weights
-    Stage(0.200, 896,  3,     0.2,       0.5,   (0.5, 0.25)),
+    Stage(0.200, 1024, 3,     0.2,       0.5,   (0.5, 0.25)),
     Stage(0.667, 2048, 7,     0.2,       0.5,   (0.5,)),
     Stage(0.920, 2048, 11,    0.2,       1.0),
     Stage(1.000, 2048, 13,    0.0,       1.0))
@@ -2856,7 +2855,7 @@ def compile_beside(argv: list[str]) -> int:
         mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
         model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
     with torch.no_grad():
-        for bank in run.optimizer.banks:
+        for bank in reversed(run.optimizer.banks):       # the last one first: warmup comes from the front
             bank.world = World()                                   # without collectives
             bank.ids, bank.grads = tokens[0].long(), x[0]       # as RowBank.reduce would set them
             run.optimizer.update(bank, 0.0, 0.9)

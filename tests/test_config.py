@@ -30,7 +30,7 @@ def test_defaults_are_the_record_in_numbers(tg):
     assert (c.num_layers, c.model_dim, c.num_heads, c.head_dim, c.qk_dim, c.mlp_dim) == (11, 768, 6, 128, 128, 3072)
     assert (c.batch_tokens, c.num_steps, c.val_tokens, c.val_overlap) == (262_144, 2500, 10_485_760, 2048)
     assert (c.lr_matrix, c.lr_embed, c.lr_value, c.lr_scalar, c.lr_table) == (0.031, 0.008, 0.6, 0.04, 0.85)
-    assert (c.cooldown_frac, c.lr_floor, c.ema_frac, c.ema_blend) == (0.8, 0.3, 0.25, 0.5)
+    assert (c.cooldown_frac, c.lr_floor, c.ema_frac, c.ema_blend) == (0.8, 0.3, 0.25, 0.7)
     assert (c.softcap, c.attention_scale, c.block_tokens, c.target_loss) == ((23.0, 5.0, 7.5), 0.1, 128, 3.28)
     assert (c.table_rows, c.table_orders, c.val_window_blocks) == (4_194_301, (2, 3), 20)
 
@@ -50,8 +50,9 @@ def test_small_and_mile_are_the_sprint_with_less_memory_and_longer(tg):
         preset="small", num_steps=1330, row_tokens=16_384, micro_rows=1, num_layers=5, long_layers=(1, 4),
         value_layers=(4,), table_rows=1_048_573)
     assert {key: mile[key] for key in mile if mile[key] != sprint[key]} == dict(
-        preset="mile", num_steps=2700, max_epochs=2, val_tokens=4_194_304, target_loss=0.0, num_layers=9,
-        long_layers=(3, 8), no_attention_layers=(4, 6), value_layers=(1, 7, 8))
+        preset="mile", num_steps=2670, val_tokens=4_194_304, target_loss=0.0, num_layers=9,
+        long_layers=(3, 8), no_attention_layers=(4, 6), value_layers=(1, 7, 8), ema_blend=0.7, lr_matrix=0.0146,
+        lr_embed=0.0043, lr_value=0.318)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128(tg):

@@ -435,9 +435,10 @@ def test_training_with_the_fused_head_gives_the_gradients_of_the_plain_one(tg):
 
 @pytest.mark.recipe
 def test_the_products_of_an_mlp_are_fp8_where_the_kernels_say_so_each_in_its_range(tg):
-    """The first one takes entries of a normed x as small as 1e-3, the second one hidden values up to 448."""
+    """The first one takes entries of a normed x as small as 1e-3, the second one hidden values beyond 448. Backward,
+    gradients by x are in fp8 too."""
     c, found = small_config(model_dim=64, mlp_dim=16), []
-    x = torch.full((1, 1, 64), 9e-4 / 8, dtype=torch.bfloat16)
+    x = torch.full((1, 16, 64), 9e-4 / 8, dtype=torch.bfloat16)
     x[..., 0] = 1.0                                                  # norm makes it 8, and the others 9e-4
     for fp8 in (False, True):
         block = tg.Block(c, tg.Kernels(fp8=fp8, dtype=torch.bfloat16), has_attention=False)
@@ -445,14 +446,14 @@ def test_the_products_of_an_mlp_are_fp8_where_the_kernels_say_so_each_in_its_ran
             block.mix.copy_(torch.tensor([1.0, 0.0]))
             for p in (block.up, block.down):
                 p.zero_()
-            block.up[0, 1:], block.down[0, 1] = 13.0, 1.0            # of the small entries
-            block.up[1, 0], block.down[1, 2] = 2.55, 1.0             # hidden: (8 x 2.55)^2 = 416
-        found.append((block(x, x, None, None, None) - x)[0, 0, 1:3].float())
-    (small, large), (small_fp8, large_fp8) = found
-    assert 0.4 < small and 400 < large < 448
-    torch.testing.assert_close(small_fp8, small, rtol=0.25, atol=0)
-    torch.testing.assert_close(large_fp8, large, rtol=0.1, atol=0)
-    assert not torch.equal(*found)
+            block.up[0, 1:], block.down[0, 1] = 13.0, 1.1            # of the small entries
+            block.up[1, 0], block.down[1, 2] = 5.3, 1.1              # hidden: (8 x 5.3)^2 = 1,798
+        y = block(x, x, None, None, None) - x
+        y.sum().backward()
+        found.append([y[0, 0, 1].detach(), y[0, 0, 2].detach(), block.up.grad[0, 0], block.up.grad[1, 0]])
+    for exact, in_fp8 in zip(*found, strict=True):
+        assert exact != 0 and exact != in_fp8
+        torch.testing.assert_close(in_fp8, exact, rtol=0.25, atol=0)
 
 
 def test_validation_runs_with_gradients_on_and_keeps_nothing():
