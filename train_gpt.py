@@ -2721,7 +2721,7 @@ def self_check(run: Run, log: RunLog) -> None:
     known = int(torch.isin(held_out, sample).sum())
     if known > MAX_KNOWN_SHARE * len(held_out):
         faults.append(f"{known} of {len(held_out)} validation documents begin like one of {train.paths[0]} "
-                      f"or the {len(train.sample) - 1} shards after it")
+                      f"({len(train.sample)} shards looked at), expected at most {MAX_KNOWN_SHARE:.0%}")
     need_no_faults(run, "self-check", faults)
     log.event(f"note: self-check passed in {time.perf_counter() - began:.2f} s: causal, documents isolated, "
               f"ranks equal, {known} of {len(held_out)} validation documents begin like training documents "
