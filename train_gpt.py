@@ -577,7 +577,7 @@ def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Te
     return losses, logsumexp, blame * has_target
 
 
-def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool) -> Tensor:
+def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool = False) -> Tensor:
     """scale * a8 [M, K] b8 [K, N] -> bf16. a8 row-major, b8 column-major: the hardware takes no other."""
     scales = (torch.full((), s, dtype=torch.float32, device=a8.device) for s in (scale, 1.0))
     return torch._scaled_mm(a8, b8, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
@@ -637,9 +637,8 @@ def head_gradients(x: Tensor, w: Tensor, targets_KT: Tensor, log_lm: Tensor, log
     grad = logits_gradient(logits, logsumexp, targets_KT, blame, cap_shift_width)
     if fp8:
         g8 = (grad * G_SCALE).to(torch.float8_e5m2)
-        dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE), fast_sums=False)
-        dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE),
-                        fast_sums=False)
+        dx = fp8_matmul(g8, w8.t().contiguous().t(), 1 / (G_SCALE * W_SCALE))
+        dw = fp8_matmul(g8.t().contiguous(), x8.t().contiguous().t(), 1 / (G_SCALE * X_SCALE))
     else:
         grad = grad.to(x.dtype)
         dx, dw = grad @ w, grad.t() @ x
@@ -2046,8 +2045,7 @@ def git_state(folder: str) -> dict:
                         "--untracked-files=no").splitlines()
     if not lines:
         return dict(commit="unknown", dirty="unknown")
-    dirty = any(not line.startswith("#") for line in lines)
-    return dict(commit=lines[0].removeprefix("# branch.oid "), dirty=dirty)
+    return dict(commit=lines[0].removeprefix("# branch.oid "), dirty=any(line[:1] != "#" for line in lines))
 
 
 def sha256_of(path: Path) -> str:
@@ -2306,7 +2304,10 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     refuse_if(kernels.compile and not world.is_cuda and not find_compiler(),
               "--compile=on: no C compiler was found, which it needs; install gcc or use --compile=off")
     check_memory(c, world, kernels)
-    torch._dynamo.config.recompile_limit = 64        # graphs of one function, of which stages ask for many
+    if kernels.compile:
+        torch._dynamo.config.recompile_limit = 64    # graphs of one function, of which stages ask for many
+        # A second start then finds the blocks' graphs too, which hold Fp8Linear
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch.manual_seed(c.seed)
     with torch.device(world.device):
         model = GPT(c, kernels)
@@ -2887,11 +2888,11 @@ def main(argv: list[str]) -> int:
     try:
         preset = default_preset()
         config, overrides = parse_config(argv, preset)
-        # A shell leaves the ~ of --log_dir=~/x; find_shards sees to its own
-        config = dataclasses.replace(config, log_dir=os.path.expanduser(config.log_dir),
-                                     checkpoint_dir=os.path.expanduser(config.checkpoint_dir),
-                                     resume=os.path.expanduser(config.resume))
-        torch.use_deterministic_algorithms(config.deterministic == "on")
+        # A shell leaves the ~ of --log_dir=~/x; of several patterns, find_shards sees to the others
+        paths = {key: os.path.expanduser(getattr(config, key)) for key in PATH_SETTINGS}
+        config = dataclasses.replace(config, **paths)
+        if torch.are_deterministic_algorithms_enabled() != (config.deterministic == "on"):
+            torch.use_deterministic_algorithms(config.deterministic == "on")   # seconds: it imports much
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all
         if config.checkpoint_every_steps and world.rank == 0:

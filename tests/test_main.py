@@ -246,7 +246,19 @@ def test_deterministic_mode_is_switched_on(tg, capfd, monkeypatch, tmp_path):
         return train(*args)
     monkeypatch.setattr(tg, "train", look)
     try:
-        assert tg.main(small_options(**files, log_dir=tmp_path / "logs", deterministic="on", num_steps=1)) == 0
+        for switch in ("on", "off"):
+            assert tg.main(small_options(**files, log_dir=tmp_path / "logs", deterministic=switch, num_steps=1)) == 0
     finally:
         torch.use_deterministic_algorithms(False)
-    assert seen == [(True, ":4096:8")]
+    assert seen == [(True, ":4096:8"), (False, ":4096:8")]
+
+
+def test_no_run_waits_for_the_compilers_imports_that_does_not_compile(tmp_path):
+    """They take a second or two; and on a GPU the second process starts before them."""
+    argv = small_options(**write_small_shards(tmp_path), log_dir=tmp_path / "logs", num_steps=1)
+    code = (f"import sys; from rank_helpers import load_train_gpt; load_train_gpt().main({argv!r}); "
+            "print([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules])")
+    answer = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
+                            timeout=120, env=os.environ | dict(CUDA_VISIBLE_DEVICES=""))
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    assert answer.stdout.splitlines()[-1] == "[]"

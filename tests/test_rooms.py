@@ -30,13 +30,13 @@ ROOMS = (
     Room("Door", 52, ()),
     Room("Configuration", 178, ()),
     Room("World", 67, ()),
-    Room("Kernels", 276, ()),
+    Room("Kernels", 275, ()),
     Room("Optimizer", 249, (2, 3)),
     Room("Model", 228, (1, 3, 4)),
     Room("Data", 201, ()),
     Room("Schedules", 51, (1,)),
-    Room("Log and checkpoint", 245, (1, 2)),
-    Room("Training", 462, (1, 2, 3, 4, 5, 6, 7, 8)),
+    Room("Log and checkpoint", 244, (1, 2)),
+    Room("Training", 464, (1, 2, 3, 4, 5, 6, 7, 8)),
     Room("Front door", 50, (1, 2, 8, 9)),
 )
 DOOR, CONFIGURATION, WORLD, KERNELS, OPTIMIZER, MODEL, DATA, SCHEDULES, LOG, TRAINING, FRONT_DOOR = range(len(ROOMS))

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -222,6 +223,39 @@ def test_compiled_training_gives_the_gradients_and_losses_of_the_uncompiled(tg, 
         found.append(by_parameter(run, {name: [shard] for name, shard in gradients[0].items()}))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert_same_gradients(found[1], found[0], 1e-5)
+
+
+@pytest.mark.recipe
+@pytest.mark.slow
+def test_a_second_start_finds_the_blocks_graphs_with_fp8_in_the_compilers_cache(tg, files, tmp_path):
+    """torch leaves graphs that hold a function with a backward pass of its own out of one of its caches, unless asked.
+    Another backward pass is not taken for it."""
+    if tg.find_compiler() is None:
+        pytest.skip("no C compiler here")
+    source, product, found = Path(tg.__file__).read_text(), "fp8_product(upstream, w.t())", []
+    library, front, _ = source.partition("if __name__ ==")
+    assert library.count(product) == 1 and front
+    for factor in (1, 1, 3):
+        attempt = tmp_path / "attempt.py"
+        attempt.write_text(library.replace(product, f"{factor} * {product}") + f"""
+from torch._dynamo.utils import counters
+config, overrides = parse_config({small_options(**files, compile="on")!r})
+run = build(config, World(), overrides)
+torch.manual_seed(0)
+block = Block(run.config, Kernels(compile=True, fp8=True, dtype=torch.bfloat16), has_attention=False)
+block.down.data.normal_(std=0.02)
+block.compile(dynamic=False, fullgraph=True)
+x = torch.randn(1, 64, run.config.model_dim, dtype=torch.bfloat16, requires_grad=True)
+block(x, x.detach().clone().requires_grad_(), None, None, None).sum().backward()
+print(json.dumps([counters["aot_autograd"]["autograd_cache_hit"], float(x.grad.float().norm())]))
+""")
+        environment = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        answer = subprocess.run([sys.executable, attempt], capture_output=True, text=True, timeout=280, env=environment)
+        assert answer.returncode == 0, answer.stderr[-3000:]
+        found.append(json.loads(answer.stdout.splitlines()[-1]))
+    (first_hits, first), (second_hits, second), (other_hits, other) = found
+    assert (first_hits, second_hits, other_hits) == (0, 1, 0)
+    assert first == second and other > 1.05 * first
 
 
 def test_validation_compiles_nothing_but_its_loss(tg, files, monkeypatch):
