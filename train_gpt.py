@@ -15,7 +15,7 @@ A room uses only rooms above it: 0 Door, 1 Configuration, 2 World, 3 Kernels, 4 
 # ----------------------------------------------------------------------------------------------------------------------
 # 0. Door
 # Keeps the text of this very file for the log, before slow imports give anyone time to edit it; then imports.
-# Importing has no side effects: no device, thread or environment. An attempt changes only the claim above.
+# Importing has no side effects: no device, thread or environment. Here an attempt changes only the claim.
 
 from pathlib import Path
 
@@ -579,11 +579,11 @@ def softmax_losses(logits: Tensor, targets: Tensor, log_lm: Tensor, log_copy: Te
 
 def fp8_matmul(a8: Tensor, b8: Tensor, scale: float, fast_sums: bool = False) -> Tensor:
     """scale * a8 [M, K] b8 [K, N] -> bf16. a8 row-major, b8 column-major: the hardware takes no other."""
-    scales = (torch.full((), s, dtype=torch.float32, device=a8.device) for s in (scale, 1.0))
-    return torch._scaled_mm(a8, b8, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
+    one = torch.ones((), dtype=torch.float32, device=a8.device)
+    return torch._scaled_mm(a8, b8, scale * one, one, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
 
 
-# fp8 scales; those of the head are constants. e4m3 ends at 448, e5m2 at 57,344.
+# fp8 scales. All are constants but that of a token in an MLP (fp8_product). e4m3 ends at 448, e5m2 at 57,344.
 X_SCALE = 2.0           # e4m3 holds x up to 224; a normed x is at most sqrt(model_dim), 28 for 768
 W_SCALE = 32.0          # e4m3 holds weights up to 14, far more than trained ones have, and from 6e-5 on
 # e5m2 holds |dL / dlogits| up to 57,344 / 8192 = 7 = (1 + 0.75) x 4. 0.75: the most that the weights of
@@ -2306,8 +2306,7 @@ def build(c: Config, world: World, overrides: dict) -> Run:
     check_memory(c, world, kernels)
     if kernels.compile:
         torch._dynamo.config.recompile_limit = 64    # graphs of one function, of which stages ask for many
-        # A second start then finds the blocks' graphs too, which hold Fp8Linear
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # cache Fp8Linear too
     torch.manual_seed(c.seed)
     with torch.device(world.device):
         model = GPT(c, kernels)
@@ -2856,7 +2855,8 @@ def compile_beside(argv: list[str]) -> int:
         mask = model.masks(segment_ids(tokens, c.eod_id), 1)["long"]
         model.loss(x, tokens, targets, mask, train_view(run, step)).backward()
     with torch.no_grad():
-        for bank in reversed(run.optimizer.banks):       # the last one first: warmup comes from the front
+        # Not in warmup's order. Of Adam's banks the largest first: the kernel is made for its size
+        for bank in sorted(run.optimizer.banks, key=lambda b: (b.group.kind == "adam", -b.weight.numel())):
             bank.world = World()                                   # without collectives
             bank.ids, bank.grads = tokens[0].long(), x[0]       # as RowBank.reduce would set them
             run.optimizer.update(bank, 0.0, 0.9)
@@ -2888,11 +2888,11 @@ def main(argv: list[str]) -> int:
     try:
         preset = default_preset()
         config, overrides = parse_config(argv, preset)
-        # A shell leaves the ~ of --log_dir=~/x; of several patterns, find_shards sees to the others
-        paths = {key: os.path.expanduser(getattr(config, key)) for key in PATH_SETTINGS}
-        config = dataclasses.replace(config, **paths)
+        # A shell leaves the ~ of --log_dir=~/x; find_shards sees to its own
+        keys = "log_dir", "checkpoint_dir", "resume"
+        config = dataclasses.replace(config, **{k: os.path.expanduser(getattr(config, k)) for k in keys})
         if torch.are_deterministic_algorithms_enabled() != (config.deterministic == "on"):
-            torch.use_deterministic_algorithms(config.deterministic == "on")   # seconds: it imports much
+            torch.use_deterministic_algorithms(config.deterministic == "on")     # it imports the compiler
         world = init_world(config.deterministic == "on")
         log = RunLog(config.log_dir, world)      # before the ranks meet: a refusal of rank 0 then ends all
         if config.checkpoint_every_steps and world.rank == 0:

@@ -435,8 +435,7 @@ def test_training_with_the_fused_head_gives_the_gradients_of_the_plain_one(tg):
 
 @pytest.mark.recipe
 def test_the_products_of_an_mlp_are_fp8_where_the_kernels_say_so_each_in_its_range(tg):
-    """The first one takes entries of a normed x as small as 1e-3, the second one hidden values beyond 448. Backward,
-    gradients by x are in fp8 too."""
+    """The first one takes entries of a normed x as small as 1e-3, the second one hidden values beyond 448."""
     c, found = small_config(model_dim=64, mlp_dim=16), []
     x = torch.full((1, 16, 64), 9e-4 / 8, dtype=torch.bfloat16)
     x[..., 0] = 1.0                                                  # norm makes it 8, and the others 9e-4

@@ -348,7 +348,8 @@ def test_self_check_looks_beyond_the_first_training_file_and_says_how_far(tg, tm
     (tmp_path / "train_2.bin").write_bytes(raw_shard(np.concatenate(
         [np.fromfile(tmp_path / "val_1.bin", np.uint16)[512:].astype(int), [256, 97, 98]])))
     run, log = built(tg, argv)
-    with pytest.raises(tg.Failure, match=r"documents begin like one of .*train_1.bin \(2 shards looked at\), expected at most 5%"):
+    with pytest.raises(tg.Failure, match=r"documents begin like one of .*train_1.bin \(2 shards looked at\), "
+                                         "expected at most 5%"):
         tg.self_check(run, log)
     monkeypatch.setattr(tg, "SAMPLE_TOKENS", 9000)
     run, log = built(tg, argv)
