@@ -510,7 +510,8 @@ def test_importing_does_nothing(tmp_path):
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 def test_the_source_in_the_log_is_the_text_that_runs_byte_for_byte(tmp_path, monkeypatch, line_end):
-    """The file is edited at the first import that takes time, and before torch's."""
+    """The file is edited at the first import that takes time, and before torch's. Without triton, whose decorator reads
+    the kernel's lines from the file once more."""
     path = tmp_path / "edited.py"
     text = train_gpt_path().read_text(encoding="utf-8").replace("\n", line_end).encode()
     path.write_bytes(text)
@@ -522,6 +523,8 @@ def test_the_source_in_the_log_is_the_text_that_runs_byte_for_byte(tmp_path, mon
     def import_and_edit(name, globals=None, *rest):
         if globals is vars(module):
             imported.append(name)
+            if name.partition(".")[0] == "triton":
+                raise ImportError
             if name != "pathlib":
                 path.write_text("print('edited')\n")
         return real(name, globals, *rest)
